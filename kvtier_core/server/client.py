@@ -68,7 +68,7 @@ class _Session:
     """A connection to the server, on which the engine has a session or is about to have one."""
 
     def __init__(self, connection: Connection, clock: Callable[[], float]):
-        self._connection = connection
+        self.connection = connection
         self._clock = clock
         self._asked: dict[int, _Asked] = {}
         self._last = 0
@@ -90,7 +90,7 @@ class _Session:
         body = encode(arguments)
         self._last += 1
         self._asked[self._last] = _Asked(name, then, self._clock())
-        self._connection.send(Header(len(body), self._last, CALLS[name].number, 0, 0), body)
+        self.connection.send(Header(len(body), self._last, CALLS[name].number, 0, 0), body)
         return self._last
 
     def answered(self, number: int, seconds: float) -> bool:
@@ -102,13 +102,13 @@ class _Session:
             if number not in self._asked or waited >= seconds:
                 return number not in self._asked
             if waited >= _SPIN:
-                self._connection.wait(seconds - waited)
+                self.connection.wait(seconds - waited)
             else:
                 os.sched_yield()  # to the server, where it has no other core
 
     def poll(self) -> None:
         """Process the answers that are here. Raises ProtocolError."""
-        for header, body in self._connection.receive():
+        for header, body in self.connection.receive():
             asked = self._asked.pop(header.number, None)
             if asked is None or (self.boot and header.boot != self.boot):
                 raise ProtocolError("it answers what was not asked")
@@ -117,14 +117,6 @@ class _Session:
                 self.refusals.append((asked.name, reason(body)))
             elif asked.then:
                 asked.then(result(asked.name, body))
-
-    def wait(self, seconds: float) -> None:
-        """Return when an answer may be here, or after ``seconds``. Raises ProtocolError."""
-        self._connection.wait(seconds)
-
-    def close(self) -> None:
-        """Hang up."""
-        self._connection.close()
 
 
 class RemoteStack(Stack):
@@ -199,7 +191,7 @@ class RemoteStack(Stack):
 
     def _leave(self, why: str) -> None:
         if self._session:
-            self._session.close()
+            self._session.connection.close()
         self._session = self._opened = self._offered = None
         self._renewing = False
         self._why = f"no session of the server at {self._path}: {why}"
@@ -393,15 +385,12 @@ class RemoteStack(Stack):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            self._wait(min(left, 0.01))
+            try:
+                self._session.connection.wait(min(left, 0.01))
+            except ProtocolError as error:
+                self._lose(str(error))
             events += self.step()
         return events
-
-    def _wait(self, seconds: float) -> None:
-        try:
-            self._session.wait(seconds)
-        except ProtocolError as error:
-            self._lose(str(error))
 
     def invalidate_all(self, namespace: Namespace) -> None:
         """Until the server has answered everything is a miss."""
@@ -417,7 +406,7 @@ class RemoteStack(Stack):
             deadline = time.monotonic() + timeout
             try:
                 while self._session.owes and (left := deadline - time.monotonic()) > 0:
-                    self._session.wait(left)
+                    self._session.connection.wait(left)
                     self._session.poll()
             except ProtocolError:
                 pass

@@ -197,7 +197,7 @@ class Extents:
             and any(self._owners[extent] is donor and extent not in donor.leaving for extent in window)
         ]
         if own:
-            worth = donor.first_victims(max(1, len(donor.slots_in(range(len(own[0]))))))
+            worth = set(donor.next_victims(max(1, len(donor.slots_in(range(len(own[0])))))))
             donor.recall(max(own, key=lambda window: len(worth.intersection(donor.slots_in(window)))))
         return bool(own)
 
@@ -267,10 +267,6 @@ class Share(AllocatorBackend):
         self.leaving.update(window)
         self.recall_slots(self.slots_in(window))
         self.give_back(())
-
-    def first_victims(self, count: int) -> set[int]:
-        """The slots that the stack would evict first."""
-        return set(self.next_victims(count))
 
     def estimate(self, seconds: float, nbytes: int) -> None:
         """Note the demand of the last ``seconds``; the share has ``nbytes``."""

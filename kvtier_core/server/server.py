@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -266,13 +267,15 @@ class Server:
             peer.connection.send(Header(len(answer), header.number, kind, epoch, self.boot), answer, descriptors)
 
     def _call(self, peer: _Peer, name: str) -> Callable[..., Any]:
-        own = {"open": self._open, "invalidate_all": self._renew, "attach": self._attach}.get(name)
+        own = {
+            "open": self._open,
+            "invalidate_all": self._renew,
+            "attach": self._attach,
+            "attached": lambda peer: None,
+            "detach": self._detach,
+        }.get(name)
         if own is not None:
-            return lambda *values: own(peer, *values)
-        if name == "detach":
-            return lambda: self._detach(peer)
-        if name == "attached":
-            return lambda: None
+            return functools.partial(own, peer)
         if peer.session is None:
             raise ProtocolError(f"{name} before open")
         return getattr(peer.session, name)

@@ -39,7 +39,6 @@ class Space:
     namespace: Namespace
     layout: ChunkLayout
     stack: StorageManager
-    arenas: tuple[ServedArena, ...]
     media: Mapping[str, Medium] = attrs.field(factory=dict)  #: of tiers, as the server's file has them
     tenants: Tenants = attrs.field(factory=Tenants)
     cold: str = ""
@@ -94,7 +93,8 @@ class Session:
             tier.name: reader_handle_of(tier, handles[tier.name]) for tier in self.space.stores if tier.name in handles
         }
         about = tuple(stack.describe(self._not_direct))
-        return Opened(self.number, self.space.arenas, media, readers, about, self.space.cold, stack.packed)
+        arenas = tuple(ServedArena(arena.name, arena.memory.slot_nbytes) for arena in stack.arenas)
+        return Opened(self.number, arenas, media, readers, about, self.space.cold, stack.packed)
 
     # -- calls ---------------------------------------------------------------------------------------
 

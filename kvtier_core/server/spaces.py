@@ -23,7 +23,7 @@ from kvtier_core.server.kept import user_locks
 from kvtier_core.server.kept.adoption import Adoption
 from kvtier_core.server.kept.journal import Journal, Keeper
 from kvtier_core.server.lent_arena import LentArena
-from kvtier_core.server.protocol import Opening, ServedArena
+from kvtier_core.server.protocol import Opening
 from kvtier_core.server.sessions import Session, Space
 from kvtier_core.server.tenants import UNBOUNDED, Quota, Tenants
 from kvtier_core.stack.manager import StorageManager
@@ -154,12 +154,11 @@ class Spaces:
                 arena.memory.keeper = Keeper(memory.journal, number, arena.memory.slot_nbytes)
                 keepers.append(arena.memory.keeper)
             memory.extents.make_place(arena.memory)
-        arenas = tuple(ServedArena(arena.name, arena.memory.slot_nbytes) for arena in stack.arenas)
         for line in stack.describe():
             logger.info("kvtier: %s: %s", opening.model, line)
         media = {tier.name: tier.config.medium for tier in self._config.tiers}
         of_engine = opening.model, opening.namespace, layout
-        return Space(*of_engine, stack, arenas, media, self.tenants, stack.why_cold(), config.stores, number, keepers)
+        return Space(*of_engine, stack, media, self.tenants, stack.why_cold(), config.stores, number, keepers)
 
     def _restore(self) -> None:
         """Open the stacks again that had parts of the kept memories, and adopt what these parts hold."""

@@ -13,7 +13,7 @@ from served import PATIENT, config_of
 
 from kvtier_core.server.client import RemoteStack
 from kvtier_core.server.connection import Connection
-from kvtier_core.server.protocol import Opening, ServedArena
+from kvtier_core.server.protocol import Opening
 from kvtier_core.server.server import Server
 from kvtier_core.server.sessions import Space
 
@@ -39,9 +39,7 @@ class Served(StackMachine):
     def as_engine_has(self, manager):
         self.folder = tempfile.TemporaryDirectory(prefix="kvtier-")
         self.server = server = Server(config_of(1), Path(self.folder.name) / "s")
-        arenas = tuple(ServedArena(arena.name, LAYOUT.frame_nbytes) for arena in manager.arenas)
-        space = Space("model", NAMESPACE, LAYOUT, manager, arenas)
-        server.spaces.add(space)
+        server.spaces.add(Space("model", NAMESPACE, LAYOUT, manager))
         self.waits = pytest.MonkeyPatch()
         self.waits.setattr(Connection, "wait", lambda self, seconds: server.turn(0))
         return Turning(server, manager, clock=lambda: 0.0)  # the server is never slow: it has this thread

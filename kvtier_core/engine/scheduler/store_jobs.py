@@ -18,11 +18,9 @@ class _StoreJob:
     blocks: frozenset[int]  #: the blocks whose pages are read
     waiting: int  #: workers that have not reported its end
     failed: bool = False
-    filled: int = attrs.field(init=False)  #: so many leading chunks are, as far as the workers have reported
     checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of each chunk, by shard
-
-    def __attrs_post_init__(self) -> None:
-        self.filled = len(self.keys)
+    #: So many leading chunks are, as far as the workers have reported.
+    filled: int = attrs.field(default=attrs.Factory(lambda job: len(job.keys), takes_self=True))
 
 
 class StoreJobs:

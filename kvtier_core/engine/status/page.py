@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,9 @@ def socket_path(setting: str) -> Path:
 
 
 class StatusPage:
-    """Tells of one engine from `open` to `close`, and nothing before. The owner's thread calls every method.
+    """The status of one engine, from `open` to `close`. The owner's thread calls every method.
 
-    What fails here is logged once, and nothing more is told; the engine does not notice.
+    A failure here is logged once and disables the page; the engine does not notice.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StatusPage:
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=_REMEMBERED)
 
     def open(self, setting: str, about: Mapping[str, Any]) -> None:
-        """Open the socket that the configuration's ``status`` asks for. ``about`` is told with every snapshot."""
+        """Open the socket that the configuration's ``status`` asks for. ``about`` is part of every snapshot."""
         if setting == "off":
             return
         self._about = {"pid": os.getpid(), **about}
@@ -104,9 +104,9 @@ class StatusPage:
         return list(self._recent)[-count:]
 
     def count(self, salt: bytes | None, tokens: int, queried: int, loaded: int) -> None:
-        """A request had these tokens, of which the engine lacked some, and some of these were loaded.
+        """Count a request: its tokens, those that the engine lacked, and those that were loaded.
 
-        Without a ``salt``, which may be empty, it is of no tenant.
+        With None as its ``salt`` it belongs to no tenant.
         """
         if self._server is not None:
             self._tokens += tokens
@@ -117,8 +117,7 @@ class StatusPage:
         """Publish a snapshot if it is time, or if no request is left, and answer what only the owner can."""
         if self._server is None:
             return
-        is_due = self._clock() >= self._next or not self._readings.requests
-        error = run(self._publish_and_answer if is_due else self._answer_questions).error
+        error = run(self._publish_and_answer).error
         if error is not None:
             logger.warning("kvtier: status: disabled until the engine restarts: %s: %s", type(error).__name__, error)
             self.close()
@@ -132,8 +131,12 @@ class StatusPage:
     # -- on the owner's thread -----------------------------------------------------------------------
 
     def _publish_and_answer(self) -> None:
-        self._publish()
-        self._answer_questions()
+        if self._clock() >= self._next or not self._readings.requests:
+            self._publish()
+        while (question := self._server.take()) is not None:
+            client, asked = question
+            found = run(lambda asked=asked: {**self._where(asked["prompt"]), "cold": self._about.get("cold", "")})
+            self._server.reply(client, found.value or {"error": f"this prompt cannot be named: {found.error}"})
 
     def _publish(self) -> None:
         self._next = self._clock() + _EVERY
@@ -144,12 +147,6 @@ class StatusPage:
             "tiers": [{**attrs.asdict(each), **self._readings.of(each.tier).describe()} for each in self._usage()],
             "tenants": self._tenants.describe(),
         }
-
-    def _answer_questions(self) -> None:
-        while (question := self._server.take()) is not None:
-            client, asked = question
-            found = run(lambda asked=asked: {**self._where(asked["prompt"]), "cold": self._about.get("cold", "")})
-            self._server.reply(client, found.value or {"error": f"this prompt cannot be named: {found.error}"})
 
     # -- on the server's thread ----------------------------------------------------------------------
 
@@ -174,40 +171,27 @@ class StatusPage:
         return {"found": found, "remembered": _REMEMBERED}
 
 
-@attrs.define
-class _Counts:
-    requests: int = 0
-    tokens: int = 0
-    queried: int = 0
-    loaded: int = 0
-
-    def add(self, more: _Counts) -> None:
-        self.requests += more.requests
-        self.tokens += more.tokens
-        self.queried += more.queried
-        self.loaded += more.loaded
-
-
 class Tenants:
     """The tokens that requests of one ``cache_salt`` and adapter asked for and loaded.
 
-    Counted by a keyed digest: who sees it cannot try out which salt it is of, so that none is told.
+    Counted by a keyed digest, so that a reader cannot test which salt a name belongs to.
     """
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._counts: dict[str, _Counts] = {}
+        self._counts: dict[str, Counter[str]] = {}
 
     def count(self, salt: bytes, tokens: int, queried: int, loaded: int) -> None:
-        """A request had so many tokens, of which the engine lacked some, and some of these were loaded."""
+        """Count a request: its tokens, those that the engine lacked, and those that were loaded."""
         tenant = hashlib.blake2b(salt, digest_size=4, key=self._key).hexdigest() if salt else "-"
         if tenant not in self._counts and len(self._counts) >= _APART:
             apart = [name for name in self._counts if name != OTHERS]
-            least = min(apart, key=lambda name: self._counts[name].tokens)
-            self._counts.setdefault(OTHERS, _Counts()).add(self._counts.pop(least))
-        self._counts.setdefault(tenant, _Counts()).add(_Counts(1, tokens, queried, loaded))
+            least = min(apart, key=lambda name: self._counts[name]["tokens"])
+            self._counts.setdefault(OTHERS, Counter()).update(self._counts.pop(least))
+        more = {"requests": 1, "tokens": tokens, "queried": queried, "loaded": loaded}
+        self._counts.setdefault(tenant, Counter()).update(more)
 
     def describe(self) -> Sequence[Mapping[str, str | int]]:
         """Those with the most tokens first. One without a salt is ``-``."""
-        ordered = sorted(self._counts.items(), key=lambda item: -item[1].tokens)
-        return [{"tenant": name, **attrs.asdict(counts)} for name, counts in ordered]
+        ordered = sorted(self._counts.items(), key=lambda item: -item[1]["tokens"])
+        return [{"tenant": name, **counts} for name, counts in ordered]
