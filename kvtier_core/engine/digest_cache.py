@@ -74,6 +74,6 @@ class Entry:
 
 
 def cache_folder(name: str) -> Path | None:
-    """Where this user's processes keep what they can do without; None if there is no home."""
+    """A folder of this user's caches; None if there is no home directory."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return cache / "kvtier" / name if cache.is_absolute() else None

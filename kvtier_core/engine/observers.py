@@ -1,4 +1,4 @@
-"""Tells observers what happens, each on a thread of its own, so that the engine waits for none of them."""
+"""Passes events to observers, each on a thread of its own, so that the engine waits for none of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("kvtier")
 #: Events that may wait for one observer, some 300 bytes each and 40 for every key. One that is further behind is
 #: dropped: it would take memory for as long as the engine runs.
 _MAX_WAITING = 1 << 16
-#: Seconds that one call may take before the log tells of it.
+#: Seconds after which a call that has not returned is logged.
 _SLOW = 5.0
 #: Seconds that `close` waits for each observer.
 _CLOSE_TIMEOUT = 2.0
@@ -26,22 +26,22 @@ class Observers:
 
     def __init__(self, opened: Iterable[tuple[str, Observer]] = (), pool: Callable[[str, int], Pool] = IOPool):
         """``opened`` are names for the log, and observers that are open; ``pool`` makes a pool of so many threads."""
-        self._told = [_Told(name, observer, pool("observer", 1)) for name, observer in opened]
+        self._dispatchers = [_Dispatcher(name, observer, pool("observer", 1)) for name, observer in opened]
 
     def tell(self, events: Sequence[Event]) -> None:
-        """Pass on what has happened, if anything. Call it regularly: it also looks for observers that fail or block."""
-        for told in self._told:
-            told.tell(events)
-        self._told = [told for told in self._told if not told.dropped]
+        """Pass on events, if there are any. Call it regularly: it also looks for observers that fail or block."""
+        for each in self._dispatchers:
+            each.tell(events)
+        self._dispatchers = [each for each in self._dispatchers if not each.dropped]
 
     def close(self) -> None:
-        """Let each observer finish what it was told, for a moment, and close it."""
-        for told in self._told:
-            told.close()
-        self._told = []
+        """Give each observer `_CLOSE_TIMEOUT` seconds to finish what is queued for it, and close it."""
+        for each in self._dispatchers:
+            each.close()
+        self._dispatchers = []
 
 
-class _Told:
+class _Dispatcher:
     """One observer, with the thread that calls it."""
 
     def __init__(self, name: str, observer: Observer, pool: Pool):
@@ -49,7 +49,7 @@ class _Told:
         self._name = name
         self._observer = observer
         self._pool = pool
-        self._waiting = 0  # events that it was not told yet
+        self._waiting = 0  # events that it has not processed
         self._failed = False  # set on its thread, so that it is not called again before the owner knows
         self._blocks = False
 
@@ -62,7 +62,7 @@ class _Told:
             self._pool.submit_store(lambda: self._observe(batch), lambda outcome: self._observed(len(batch), outcome))
 
     def close(self) -> None:
-        """Close it when it has been told everything, or soon."""
+        """Close it when nothing is queued for it, or after `_CLOSE_TIMEOUT` seconds."""
         deadline = time.monotonic() + _CLOSE_TIMEOUT
         while self._pool.jobs and time.monotonic() < deadline:
             self._pool.wait(0.1)
@@ -96,12 +96,7 @@ class _Told:
     def _drop(self, why: str, error: BaseException | None = None) -> None:
         if not self.dropped:
             self.dropped = True
-            logger.error(
-                "kvtier: %s is disabled until the engine restarts: %s",
-                self._name,
-                why,
-                exc_info=error,
-            )
+            logger.error("kvtier: %s is disabled until the engine restarts: %s", self._name, why, exc_info=error)
             run_aside(self._close, "observer-end")  # the engine waits for no observer
 
     def _close(self) -> None:

@@ -68,10 +68,10 @@ def _name(engine: str, rank: int) -> str:
 
 
 def runtime_folder() -> Path:
-    """Where the processes of this user tell each other things.
+    """The folder in which this user's processes exchange files.
 
-    It is in XDG_RUNTIME_DIR. Without one it is in the folder for temporary files; where another user has taken its
-    name there, in this user's folder of caches. Raises OSError if no folder is this user's alone.
+    It is in XDG_RUNTIME_DIR; without one in the folder for temporary files, or in this user's folder of caches where
+    another user has taken its name. Raises OSError if no folder is this user's alone.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and is_ours(Path(runtime)):

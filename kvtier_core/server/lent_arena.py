@@ -60,9 +60,9 @@ class LentArena(Arena):
 
     def _evict_excess(self, slots: int, spared: Sequence[Container[ChunkKey]]) -> list[ChunkKey]:
         """Evict chunks of tenants beyond their soft quota until so many slots are free, or there are none."""
-        if slots <= self.free or not self._tenants.over:
+        if slots <= self.free or not self._tenants.over_soft:
             return []
-        return self._evict_of(self._tenants.over, slots - self.free, spared)
+        return self._evict_of(self._tenants.over_soft, slots - self.free, spared)
 
     def _evict_of(self, tenants: Collection[str], slots: int, spared: Sequence[Container[ChunkKey]]) -> list[ChunkKey]:
         others = _Others(self._tenant_of, tenants)
@@ -73,7 +73,7 @@ class LentArena(Arena):
     def beyond_quota(self) -> list[ChunkKey]:
         """The chunks to evict so that no tenant is beyond its hard quota, as far as nobody has pinned them."""
         victims: list[ChunkKey] = []
-        for tenant in self._tenants.beyond:
+        for tenant in self._tenants.over_hard:
             slots = -(-self._tenants.excess(tenant) // self.memory.slot_nbytes)
             others = _Others(self._tenant_of, {tenant})
             victims += self.index.select_victims(slots, lambda key: 1, [others], self._pinned)

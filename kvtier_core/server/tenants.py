@@ -1,7 +1,7 @@
-"""Whose chunks lie in the memory of a server, and how much of it each tenant may have.
+"""The tenants whose chunks lie in the memory of a server, and their quotas.
 
-A tenant is a salt: the ``cache_salt`` of requests, with their adapter. Tenants are counted by a keyed digest, so that
-who sees a name cannot try out which salt it is of. Chunks without a salt are of the tenant ``-``, whom no quota bounds.
+A tenant is a salt: the ``cache_salt`` of requests, with their adapter. Its name is a keyed digest, so that a reader
+cannot test which salt it belongs to. Chunks without a salt belong to the tenant ``-``, which has no quota.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Tenants:
         self._key = key or secrets.token_bytes(32)
         self._default = default
         self._quotas: dict[str, Quota] = {}
-        self._named: dict[ChunkKey, str] = {}  # who named it last, the longest ago first
+        self._named: dict[ChunkKey, str] = {}  # its last tenant; the least recently named chunk first
         self.used: Counter[str] = Counter()  #: bytes of arenas, by tenant
-        self.over: set[str] = set()  #: those beyond their soft quota
-        self.beyond: set[str] = set()  #: those beyond their hard quota
+        self.over_soft: set[str] = set()  #: tenants beyond their soft quota
+        self.over_hard: set[str] = set()  #: tenants beyond their hard quota
 
     def name(self, salt: bytes) -> str:
         """The name of a tenant, as long as this server runs."""
         return hashlib.blake2b(salt, digest_size=8, key=self._key).hexdigest() if salt else NOBODY
 
     def note(self, path: Iterable[ChunkKey], salt: bytes) -> None:
-        """A request of this tenant names these chunks."""
+        """Note that a request of this tenant names these chunks."""
         if salt:
             tenant = self.name(salt)
             for key in path:
@@ -83,7 +83,7 @@ class Tenants:
         return 0 if hard is None else max(0, self.used[tenant] - hard)
 
     def add(self, tenants: Sequence[str], nbytes: int) -> None:
-        """A slot of ``nbytes`` came to each of these; negative: it left."""
+        """Add a slot of ``nbytes`` to each of these; negative: take it away."""
         for tenant in tenants:
             self.used[tenant] += nbytes
         for tenant in set(tenants):
@@ -91,7 +91,7 @@ class Tenants:
 
     def _judge(self, tenant: str) -> None:
         quota, used = self.quota(tenant), self.used[tenant]
-        for limit, exceeding in ((quota.soft, self.over), (quota.hard, self.beyond)):
+        for limit, exceeding in ((quota.soft, self.over_soft), (quota.hard, self.over_hard)):
             if limit is not None and used > limit:
                 exceeding.add(tenant)
             else:

@@ -1,8 +1,7 @@
-"""Tells routers which blocks this engine's tiers hold, in vLLM's own events.
+"""Publishes to routers which blocks this engine's tiers hold, in vLLM's own events.
 
-A router names blocks by vLLM's hashes, and a tier names chunks by keys, from which no hash can be found. Both are known
-of a request that is here. So what is told is what a request has named since the engine started: chunks that nobody has
-asked for again after a restart are not told until somebody does, and nothing is told that is not held.
+A router names blocks by vLLM's hashes, and a tier names chunks by keys, from which no hash can be derived. Both are
+known for the requests of this engine. So only chunks that a request has named since the engine started are published.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def obstacle(kv_cache_config: KVCacheConfig) -> str:
 
 
 @attrs.define
-class _Told:
+class _Published:
     """The state of one chunk as subscribers know it."""
 
     hashes: Sequence[Any]
@@ -61,11 +60,11 @@ class KVEvents:
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._named: dict[ChunkKey, BlockStored] = {}  # the oldest first; the medium is not known yet
-        self._told: dict[ChunkKey, _Told] = {}
+        self._published: dict[ChunkKey, _Published] = {}
         self._events: list[KVCacheEvent] = []
 
     def name(self, request: Request, keys: Sequence[ChunkKey]) -> None:
-        """These are the keys of a request's chunks, the first one first. Call it before any of them is stored."""
+        """Note the keys of a request's chunks, in order. Call it before any of them is stored."""
         blocks = self._chunk_tokens // self._block_tokens
         for number in range(min(len(keys), len(request.block_hashes) // blocks)):
             described = self._named.pop(keys[number], None)
@@ -78,49 +77,49 @@ class KVEvents:
         for event in events:
             if event.tier in self._media and event.kind in _HELD:
                 for key in event.keys:
-                    self._came(key, event.tier)
+                    self._added(key, event.tier)
             elif event.tier in self._media and event.kind in _GONE:
                 for key in event.keys:
-                    self._left(key, event.tier)
+                    self._removed(key, event.tier)
 
     def clear(self) -> None:
-        """Nothing that was told can be loaded any more."""
-        for key, told in list(self._told.items()):
-            for tier in list(told.tiers):
-                self._left(key, tier)
+        """Publish that no tier holds any of these chunks any more."""
+        for key, published in list(self._published.items()):
+            for tier in list(published.tiers):
+                self._removed(key, tier)
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call."""
         events, self._events = self._events, []
         return events
 
-    def _came(self, key: ChunkKey, tier: str) -> None:
+    def _added(self, key: ChunkKey, tier: str) -> None:
         named = self._named.get(key)
         if named is None:
             return
-        told = self._told.setdefault(key, _Told(named.block_hashes))
-        if not self._at(told, self._media[tier]):
+        published = self._published.setdefault(key, _Published(named.block_hashes))
+        if not self._at(published, self._media[tier]):
             event = BlockStored(**{name: getattr(named, name) for name in named.__struct_fields__})
             event.medium = self._media[tier]
             self._events.append(event)
-        told.tiers.add(tier)
+        published.tiers.add(tier)
 
-    def _left(self, key: ChunkKey, tier: str) -> None:
-        told = self._told.get(key)
-        if told is None or tier not in told.tiers:
+    def _removed(self, key: ChunkKey, tier: str) -> None:
+        published = self._published.get(key)
+        if published is None or tier not in published.tiers:
             return
-        told.tiers.remove(tier)
-        if not self._at(told, self._media[tier]):
-            self._events.append(_of(BlockRemoved, block_hashes=list(told.hashes), medium=self._media[tier]))
-        if not told.tiers:
-            del self._told[key]
+        published.tiers.remove(tier)
+        if not self._at(published, self._media[tier]):
+            self._events.append(_of(BlockRemoved, block_hashes=list(published.hashes), medium=self._media[tier]))
+        if not published.tiers:
+            del self._published[key]
 
-    def _at(self, told: _Told, medium: str) -> bool:
+    def _at(self, published: _Published, medium: str) -> bool:
         """Does a tier of this medium hold the chunk?"""
-        return any(self._media[tier] == medium for tier in told.tiers)
+        return any(self._media[tier] == medium for tier in published.tiers)
 
     def _described(self, request: Request, first: int, blocks: int) -> BlockStored:
-        """The blocks of a chunk as vLLM tells of them."""
+        """The blocks of a chunk as vLLM describes them."""
         size, hashes = self._block_tokens, request.block_hashes
         adapter = request.lora_request
         return _of(
@@ -140,7 +139,7 @@ class KVEvents:
 
 
 def _medium(tier: Any) -> str:
-    """vLLM's word for what a tier stores on; empty for a store that others write to: what it holds nobody knows."""
+    """vLLM's word for what a tier stores on; empty for a shared store, whose contents are not known."""
     if isinstance(tier, ArenaTierConfig):
         return MEDIUM_CPU
     if tier.config.shared:

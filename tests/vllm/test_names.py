@@ -97,7 +97,7 @@ def test_an_adapters_name_stands_for_one_content(names):
 
 
 def test_names_are_forgotten_only_when_many_others_were_used_since():
-    names = CachedNames(enough=4)
+    names = CachedNames(generation=4)
     used, idle = identity(0, "used"), identity(1, "idle")
     encode(names, idle)
     encode(names, used)
@@ -110,7 +110,7 @@ def test_names_are_forgotten_only_when_many_others_were_used_since():
 
 
 def test_a_name_of_two_contents_is_not_trusted_for_as_long_as_it_is_used():
-    names = CachedNames(enough=4)
+    names = CachedNames(generation=4)
     one, other = identity(1), identity(2)
     encode(names, one)
     encode(names, other)

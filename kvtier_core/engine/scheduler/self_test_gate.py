@@ -12,7 +12,7 @@ from kvtier_core.types import Slot
 
 logger = logging.getLogger("kvtier")
 
-#: How often `SelfTestGate.wants_steps` says so. A worker that never reports must not keep an idle engine awake.
+#: How often `SelfTestGate.wants_steps` is True. A worker that never reports must not keep an idle engine awake.
 _MOST_STEPS = 1000
 
 #: The holder of the slots.
@@ -54,10 +54,7 @@ class SelfTestGate:
         return not self._ranks_left and self._stack.attachment == self.attachment
 
     def wants_steps(self) -> bool:
-        """Should the engine step although it has nothing to do? Then workers attach now, and not in the first request.
-
-        Every answer counts: not for ever.
-        """
+        """Should an idle engine step, so that workers attach before the first request? At most `_MOST_STEPS` times."""
         if self.is_open or self.failure or not self._steps_left:
             return False
         self._steps_left -= 1

@@ -80,10 +80,10 @@ class Adapters:
         now = Moment()
         if now.by_files - now.by_boot < self._began.by_files - self._began.by_boot - _MARGIN:
             raise Unidentified("the machine's clock was set back since the engine started")
-        steps = list(_way(Path("/"), path.absolute()))
+        steps = list(_steps_to(Path("/"), path.absolute()))
         folder, _ = steps[-1]
         for name in sorted(os.listdir(folder)):
-            steps += _way(folder, Path(name))
+            steps += _steps_to(folder, Path(name))
         for step, status in steps:
             above = step != folder and stat.S_ISDIR(status.st_mode)
             if status.st_ctime_ns >= self._began.by_files - _MARGIN and not (above and _only_entries_changed(status)):
@@ -99,7 +99,7 @@ def _only_entries_changed(folder: os.stat_result) -> bool:
     return folder.st_ctime_ns == folder.st_mtime_ns
 
 
-def _way(done: Path, path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def _steps_to(done: Path, path: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Each folder and link on the path from the folder ``done``, which is not a link, to a file; then the file."""
     ahead = list(reversed(path.parts))
     while ahead:

@@ -26,10 +26,10 @@ def hints_of(request: Request) -> Mapping[str, str]:
     An action of ``kv_hints`` is the hint ``TYPE@VERSION``, and its value a JSON array of the payloads of all actions of
     that type and version. vLLM defines the envelope and no action, so their payloads are not looked into.
     """
-    return {**_said_by_client(request.kv_transfer_params), **_said_by_orchestrator(getattr(request, "kv_hints", None))}
+    return {**_client_hints(request.kv_transfer_params), **_orchestrator_hints(getattr(request, "kv_hints", None))}
 
 
-def _said_by_client(parameters: object) -> Mapping[str, str]:
+def _client_hints(parameters: object) -> Mapping[str, str]:
     if not isinstance(parameters, Mapping):
         return {}
     hints = {
@@ -44,7 +44,7 @@ def _said_by_client(parameters: object) -> Mapping[str, str]:
     return hints if len(hints) <= _MAX_HINTS else {}
 
 
-def _said_by_orchestrator(envelope: object) -> Mapping[str, str]:
+def _orchestrator_hints(envelope: object) -> Mapping[str, str]:
     actions = getattr(envelope, "actions", None)
     if not isinstance(actions, Sequence) or len(actions) > _MAX_HINTS:
         return {}

@@ -11,8 +11,8 @@ from __future__ import annotations
 from kvtier_core.engine.request_view import Bypass
 from kvtier_core.vllm.requests.identity import RequestIdentity
 
-#: How many names a generation has. In vLLM's caches are fewer: each name there is that of one token at least.
-_ENOUGH = 1 << 18
+#: Names in a generation. vLLM's caches have fewer: each name there is that of at least one token.
+_GENERATION = 1 << 18
 
 _Name = str | tuple[str, str]  # an item's, or ("adapter", its name)
 
@@ -25,8 +25,8 @@ class CachedNames:
     in the younger one.
     """
 
-    def __init__(self, enough: int = _ENOUGH) -> None:
-        self._enough = enough
+    def __init__(self, generation: int = _GENERATION) -> None:
+        self._enough = generation
         self._younger: dict[_Name, str | None] = {}
         self._older: dict[_Name, str | None] = {}
         self._encoded: dict[str, str | None] = {}  # what the encoder's outputs that are cached now were made from
