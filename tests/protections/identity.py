@@ -107,8 +107,8 @@ MUTANTS = (
     Mutant(
         "settings-by-a-list",
         SETTINGS,
-        "    if name in _HARMLESS_FIELDS:",
-        '    if name in _HARMLESS_FIELDS or name.startswith("lora_config."):',
+        "    if name in harmless.FIELDS:",
+        '    if name in harmless.FIELDS or name.startswith("lora_config."):',
         ABOUT_IDENTITY + "test_every_field_of_the_configuration_counts_unless_it_is_known_to_be_harmless",
     ),
     Mutant(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import os
 import re
@@ -30,8 +29,6 @@ CHUNK = 64
 REPORT = WorkerReport(
     "cpu", (make_group((4096, 4096)),), (("page layout", "NHD"), ("attention backend", "CPU_ATTN"), ("cpu isa", "amx"))
 )
-HARMLESS = frozenset(itertools.chain(*harmless.FIELDS.values()))
-HARMLESS_VARIABLES = " ".join(harmless.VARIABLES.values()).split()
 
 
 def engine_config(model, **options):
@@ -97,7 +94,7 @@ def empty(kind: type) -> object:
 
 def may_differ(path: str) -> bool:
     steps = path.split(".")
-    return any(".".join(steps[: i + 1]) in HARMLESS for i in range(len(steps)))
+    return any(".".join(steps[: i + 1]) in harmless.FIELDS for i in range(len(steps)))
 
 
 def test_every_field_of_the_configuration_counts_unless_it_is_known_to_be_harmless(model, monkeypatch):
@@ -122,7 +119,7 @@ def test_no_entry_of_the_table_is_there_in_vain(model):
     """A field that this vLLM does not have may hide one that it renamed."""
     known = {path for _, _, path in every_field(engine_config(model))}
     known |= {path.rsplit(".", steps)[0] for path in known for steps in range(path.count(".") + 1)}
-    assert not HARMLESS - known
+    assert not harmless.FIELDS - known
 
 
 def test_a_field_that_another_version_adds_counts(base):
@@ -143,10 +140,10 @@ def test_every_variable_that_vllm_reads_counts_unless_it_is_known_to_be_harmless
 
     for name in environment_variables:
         changed = settings.variables({name: "a"}) != settings.variables({name: "b"})
-        assert changed is (name not in HARMLESS_VARIABLES), name
+        assert changed is (name not in harmless.VARIABLES), name
     made_by_vllm = {"VLLM_DIST_IDENT"}
-    of_libraries = {name for name in HARMLESS_VARIABLES if name.startswith(settings.OF_LIBRARIES)}
-    assert not set(HARMLESS_VARIABLES) - set(environment_variables) - made_by_vllm - of_libraries
+    of_libraries = {name for name in harmless.VARIABLES if name.startswith(settings.OF_LIBRARIES)}
+    assert not harmless.VARIABLES - set(environment_variables) - made_by_vllm - of_libraries
 
 
 @pytest.mark.parametrize(
@@ -474,7 +471,7 @@ def test_the_number_of_ranks_counts_unless_they_share(model):
 
 def test_no_field_of_ranks_is_there_in_vain(model):
     one, two = (dict(of_ranks(model, ranks, by_head(2), "ranks: own").facts) for ranks in (1, 2))
-    assert set(itertools.chain(*harmless.OF_RANKS.values())) == {name for name in one if one[name] != two[name]}
+    assert {name for name in one if one[name] != two[name]} == harmless.OF_RANKS
 
 
 # -- drafts ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ only by the order in which floating-point sums were added up is taken to be the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 #: The fields of each part of `VllmConfig` that may differ, by the reason. "" is `VllmConfig` itself.
 _FIELDS: Mapping[str, Mapping[str, str]] = {
@@ -115,32 +115,24 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _whole(fields: Mapping[str, str]) -> tuple[str, ...]:
-    """Names from `VllmConfig` on."""
-    return tuple(f"{of}.{name}".lstrip(".") for of, names in fields.items() for name in names.split())
+_WHOLE = [
+    f"{of}.{name}".lstrip(".") for fields in _FIELDS.values() for of, names in fields.items() for name in names.split()
+]
+#: The same for a draft model.
+_DRAFTS = [
+    f"speculative_config.draft_{name}"
+    for name in _WHOLE
+    if name.startswith(("model_config.", "parallel_config.", "load_config."))
+]
+#: Fields by their names from `VllmConfig` on. A name includes everything below it.
+FIELDS = frozenset([*_WHOLE, *_DRAFTS])
 
+#: Fields that count unless frames are of use to engines with another number of ranks (`identity: {ranks: any}`): the
+#: number, in whose place the heads of all ranks and their order in pages are facts, and what follows from it.
+OF_RANKS = frozenset({"parallel_config.tensor_parallel_size", "parallel_config.world_size"})
 
-#: Fields of `VllmConfig`, by the reason why they may differ. A name includes everything below it.
-FIELDS: Mapping[str, Sequence[str]] = {
-    **{reason: _whole(fields) for reason, fields in _FIELDS.items()},
-    "of a draft model: harmless for the reasons above": tuple(
-        f"speculative_config.draft_{name}"
-        for fields in _FIELDS.values()
-        for name in _whole(fields)
-        if name.startswith(("model_config.", "parallel_config.", "load_config."))
-    ),
-}
-
-#: Fields that count unless frames are of use to engines with another number of ranks (`identity: {ranks: any}`).
-OF_RANKS: Mapping[str, Sequence[str]] = {
-    "the number itself; heads of all ranks, and how they lie in pages, are facts in its place": (
-        "parallel_config.tensor_parallel_size",
-    ),
-    "follows from it": ("parallel_config.world_size",),
-}
-
-#: Environment variables that vLLM reads, separated by spaces, by the reason why they may differ.
-VARIABLES: Mapping[str, str] = {
+#: Environment variables that vLLM or libraries read, by the reason why they may differ.
+_VARIABLES: Mapping[str, str] = {
     "how vLLM was built; its version counts": (
         "CMAKE_BUILD_TYPE CUDA_HOME MAX_JOBS NVCC_THREADS VERBOSE VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL "
         "VLLM_DOCKER_BUILD_CONTEXT VLLM_IMAGE_TAG VLLM_MAIN_CUDA_VERSION VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX "
@@ -220,3 +212,5 @@ VARIABLES: Mapping[str, str] = {
         "TRITON_DUMP_DIR TRITON_HOME TRITON_PRINT_AUTOTUNING TRITON_PTXAS_PATH"
     ),
 }
+
+VARIABLES = frozenset(" ".join(_VARIABLES.values()).split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import itertools
 import sys
 import types
 from collections.abc import Sequence
@@ -58,14 +57,14 @@ def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, objec
         "plugins": _plugins(),
         "weights": weights_fact,
         "experts exchange tokens": config.model_config.is_moe and config.parallel_config.use_all2all,  # maybe rounded
-        **settings.before_start(config),
+        **settings.of_configuration(config, started=False),
         **settings.variables(),
     }
 
 
 def facts_after_start(config: VllmConfig, chunk_tokens: int, report: WorkerReport) -> dict[str, object]:
     """Facts that only the running engine knows. Raises UnidentifiedError."""
-    facts = {**settings.after_start(config), **dict(report.facts), "chunk tokens": chunk_tokens}
+    facts = {**settings.of_configuration(config, started=True), **dict(report.facts), "chunk tokens": chunk_tokens}
     if report.own_ranks:
         groups = report.groups
         facts["ranks with the same KV"] = report.replicas
@@ -79,7 +78,7 @@ def facts_after_start(config: VllmConfig, chunk_tokens: int, report: WorkerRepor
 def of_engine(config: VllmConfig, weights_fact: str, chunk_tokens: int, report: WorkerReport) -> Namespace:
     """The namespace of a running engine: all that makes its pages interchangeable. Raises UnidentifiedError."""
     facts = {**facts_before_start(config, weights_fact), **facts_after_start(config, chunk_tokens, report)}
-    counted = facts if report.own_ranks else facts.keys() - set(itertools.chain(*harmless.OF_RANKS.values()))
+    counted = facts if report.own_ranks else facts.keys() - harmless.OF_RANKS
     return Namespace.of({name: facts[name] for name in counted})
 
 

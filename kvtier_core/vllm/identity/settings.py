@@ -48,22 +48,25 @@ OF_LIBRARIES = (
     *("AITER_", "ATEN_", "CUBLAS", "CUDNN", "CUTLASS", "DNNL_", "FLASHINFER_", "FLASH_", "HIPBLAS", "MIOPEN_", "MKL_"),
     *("NVIDIA_", "ONEDNN_", "PYTORCH_", "ROCBLAS_", "TORCH", "TRITON_", "XFORMERS_"),
 )
-_HARMLESS_FIELDS = frozenset(itertools.chain(*harmless.FIELDS.values()))
-_HARMLESS_VARIABLES = frozenset(" ".join(harmless.VARIABLES.values()).split())
 
 
 class UnidentifiedError(KvtierError):
     """A setting's value cannot be compared between engines."""
 
 
-def before_start(config: VllmConfig) -> dict[str, str]:
-    """Facts of the configuration that are known before an engine runs. Raises UnidentifiedError."""
-    return {name: fact for name, fact in _facts(config).items() if name not in _KNOWN_LATE}
-
-
-def after_start(config: VllmConfig) -> dict[str, str]:
-    """The other facts of the configuration, of a running engine. Raises UnidentifiedError."""
-    return {name: fact for name, fact in _facts(config).items() if name in _KNOWN_LATE}
+def of_configuration(config: VllmConfig, *, started: bool) -> dict[str, str]:
+    """Facts of the configuration: those that only a running engine knows, or all others. Raises UnidentifiedError."""
+    skipped = () if speculation.changes_kv(config) else ("speculative_config",)
+    pairs = itertools.chain.from_iterable(
+        _flat(getattr(config, field.name, None), field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in skipped
+    )
+    return {
+        name: _digest(json.dumps(value)) if _hidden(name, value) else json.dumps(value)
+        for name, value in pairs
+        if (name in _KNOWN_LATE) == started
+    }
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -77,18 +80,8 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         f"environment {name}": _digest(text) if name not in environment_variables or _hidden(name, text) else text
         for name, text in environment.items()
         if name in environment_variables or name.startswith(("VLLM_", *OF_LIBRARIES))
-        if name not in _HARMLESS_VARIABLES
+        if name not in harmless.VARIABLES
     }
-
-
-def _facts(config: VllmConfig) -> dict[str, str]:
-    skipped = () if speculation.changes_kv(config) else ("speculative_config",)
-    pairs = itertools.chain.from_iterable(
-        _flat(getattr(config, field.name, None), field.name)
-        for field in dataclasses.fields(config)
-        if field.name not in skipped
-    )
-    return {name: _digest(json.dumps(value)) if _hidden(name, value) else json.dumps(value) for name, value in pairs}
 
 
 def _hidden(name: str, value: object) -> bool:
@@ -98,7 +91,7 @@ def _hidden(name: str, value: object) -> bool:
 
 def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
     """The values of a setting and of all below it, by names like ``model_config.hf_config.rope_parameters.factor``."""
-    if name in _HARMLESS_FIELDS:
+    if name in harmless.FIELDS:
         return
     if isinstance(value, PretrainedConfig):
         value = _of_the_model(value.to_dict())
