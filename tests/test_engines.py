@@ -23,7 +23,7 @@ REFUSED = [
 TOLD = {reason for _, why, _ in REFUSED for reason in re.findall(r"`([^`]+)`", why)}
 
 #: Whatever is handed to one of these is a reason.
-_REASONS = {"Bypass", "NoReports", "Refusal", "Refused", "Unidentified", "UnidentifiedError", "Unknown"}
+_REASONS = {"Bypass", "Refusal", "Refused", "Unidentified", "UnidentifiedError", "Unknown"}
 
 
 def sentences(node: ast.AST | None) -> Iterator[str]:

@@ -34,7 +34,6 @@ SPEAKERS = {
         "KvtierError",
         "ValueError",
         "Bypass",
-        "NoReports",
         "Refusal",
         "Refused",
         "Unknown",

@@ -38,6 +38,13 @@ class WorkerReport:
     numa_node: int | None = attrs.field(default=None, eq=False)
 
 
+@attrs.frozen
+class Refusal:
+    """This engine is not served: nothing is stored or loaded, and it works as without kvtier."""
+
+    reason: str  #: in plain words
+
+
 #: Of one chunk, the engine's block ids of each group, in token order, or NO_BLOCK.
 ChunkPages = tuple[tuple[int, ...], ...]
 

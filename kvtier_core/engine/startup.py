@@ -12,7 +12,7 @@ from kvtier_core import native
 from kvtier_core.builtin import packed_slots
 from kvtier_core.config.compose import Runtime, open_observers, open_stack, packs
 from kvtier_core.config.model import UNIX, StackConfig
-from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.engine.messages import Refusal, WorkerReport
 from kvtier_core.engine.observers import Observers
 from kvtier_core.engine.ranks import Ranks
 from kvtier_core.engine.recorder import Recorder
@@ -24,13 +24,6 @@ from kvtier_core.transfer import movers
 from kvtier_core.types import Namespace, Nbytes
 
 logger = logging.getLogger("kvtier")
-
-
-@attrs.frozen
-class Refusal:
-    """This engine is not served: nothing is stored or loaded, and it works as without kvtier."""
-
-    reason: str  #: in plain words
 
 
 @attrs.frozen

@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from kvtier_core.engine.digest_cache import cache_folder
-from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.engine.messages import Refusal, WorkerReport
 from kvtier_core.storekit.folder import is_ours
 
 _SUFFIX = ".report"
@@ -25,13 +25,6 @@ _SUFFIX = ".report"
 _MAX_AGE = 24 * 3600.0
 #: Bytes of a report that are read. A report lists the names of all layers, and is usually a hundredth of this.
 _MAX_NBYTES = 16 << 20
-
-
-@attrs.frozen
-class NoReports:
-    """The workers' reports are not there, or cannot be trusted."""
-
-    reason: str  #: in plain words
 
 
 def leave(engine: str, rank: int, report: WorkerReport) -> None:
@@ -44,15 +37,15 @@ def leave(engine: str, rank: int, report: WorkerReport) -> None:
     os.replace(unfinished, folder / _name(engine, rank))
 
 
-def collect(engine: str, ranks: int) -> list[WorkerReport] | NoReports:
-    """The reports of all ranks of an engine, by rank."""
+def collect(engine: str, ranks: int) -> list[WorkerReport] | Refusal:
+    """The reports of all ranks of an engine, by rank. A refusal if they are not there, or cannot be trusted."""
     try:
         folder = runtime_folder()
         return [_read(folder / _name(engine, rank)) for rank in range(ranks)]
     except FileNotFoundError:
-        return NoReports("the workers did not report: do they run on another machine, or with another XDG_RUNTIME_DIR?")
+        return Refusal("the workers did not report: do they run on another machine, or with another XDG_RUNTIME_DIR?")
     except (OSError, ValueError, TypeError) as error:
-        return NoReports(f"the reports of the workers cannot be read: {error}")
+        return Refusal(f"the reports of the workers cannot be read: {error}")
 
 
 def remove(engine: str, ranks: int) -> None:

@@ -34,9 +34,8 @@ from vllm.v1.request import Request
 
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine import worker_reports as reports
-from kvtier_core.engine.messages import StepPlan, WorkerProgress, WorkerReport
+from kvtier_core.engine.messages import Refusal, StepPlan, WorkerProgress, WorkerReport
 from kvtier_core.engine.scheduler_side import SchedulerSide
-from kvtier_core.engine.startup import Refusal
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.vllm import groups, kv_events, layout, log, speculation, versions
@@ -91,7 +90,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._tables: Tables | None = None  # scheduler
         self._stats = KVTierStats()  # scheduler: since the last report
         self._kv_events: kv_events.KVEvents | None = None  # scheduler
-        self._reports: Sequence[WorkerReport] | reports.NoReports = ()  # scheduler
+        self._reports: Sequence[WorkerReport] | Refusal = ()  # scheduler
         self._promised: list[str] = []  # scheduler: requests whose load is in no plan yet
         self._awaited: set[str] = set()  # worker: requests whose load has not ended
         self._unended: set[int] = set()  # worker: store jobs that are not reported as ended
@@ -172,7 +171,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         reports.remove(self._engine, self._ranks)
         if self._refusal:
             return
-        if isinstance(self._reports, reports.NoReports):
+        if isinstance(self._reports, Refusal):
             return self._refuse(self._reports.reason)
         opened = open_side(self._vllm_config, self._kv_transfer_config, self.config, self._reports)
         if isinstance(opened, Refusal):
@@ -264,18 +263,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Pass what the workers did to the scheduler side."""
+        """Pass the progress of the workers to the scheduler side."""
         epoch = self.side.epoch
         self.side.progress(result_of(connector_output))
         if self._kv_events and epoch != self.side.epoch:
             self._kv_events.clear()
 
+    @guarded()
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The metrics since the last call. vLLM calls the scheduler's connector once after each step."""
-        return self._step_ended() if self.role is KVConnectorRole.SCHEDULER else None
-
-    @guarded()
-    def _step_ended(self) -> KVConnectorStats | None:
+        if self.role is not KVConnectorRole.SCHEDULER:
+            return None
         self.side.step_ended()
         return self._stats.take()
 
