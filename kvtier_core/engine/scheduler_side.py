@@ -53,8 +53,7 @@ class SchedulerSide:
     The engine calls `arrived` for each request, `match` and `admitted` when it is about to start it, `finished` when it
     has ended; `plan` before each step, `progress` and `step_ended` after it. Whatever is uncertain is a miss.
 
-    The engine reads ``lookahead`` tokens behind a position to compute all of its KV: none, unless it has draft layers.
-    So the KV of a chunk depends on these tokens as well, and so does its key.
+    With draft layers the KV of a position depends on ``lookahead`` tokens behind it, too. So does the key of a chunk.
     """
 
     def __init__(
@@ -103,13 +102,17 @@ class SchedulerSide:
 
     # -- a request arrives -----------------------------------------------------------------------------
 
-    def track(self, view: RequestView) -> None:
+    def track(self, view: RequestView) -> RequestState:
         """Note a request, so that it can be bypassed before its first `match`. May be repeated."""
-        self._track(view)
+        is_new = self._requests.get(view.request_id) is None
+        state = self._requests.track(view)
+        if is_new:
+            self._tell_of(EventKind.ARRIVED, state, keys=tuple(state.path), traceparent=view.traceparent)
+        return state
 
     def arrived(self, view: RequestView) -> None:
         """A request joins the engine's queue: what lower tiers have for it is brought up while it waits there."""
-        state = self._track(view)
+        state = self.track(view)
         if not self._why_no_lookup(state):
             keys = self._requests.keys(state, self._loadable(view.tokens))
             self.manager.prefetch(keys, self._waiting.limit(state), view.identity.salt)
@@ -120,9 +123,9 @@ class SchedulerSide:
             state.bypass = bypass
 
     def still_waits(self, request_id: str, tokens: int, computed: int) -> bool:
-        """Would `match` return None again for a request of so many ``tokens``? Cheap: thousands may wait at once.
+        """Would `match` return None again for a request of so many ``tokens``? If not, call it.
 
-        If not, which need not mean that anything was found, `match` tells.
+        Cheap: thousands of requests may wait at once.
         """
         state = self._requests.get(request_id)
         if state is None or state.asked is None or state.computed != computed or state.view.tokens != tokens:
@@ -142,7 +145,7 @@ class SchedulerSide:
 
         The engine may ask as often as it likes, until it calls `admitted`.
         """
-        state = self._track(view)
+        state = self.track(view)
         self._waiting.asked(state)
         state.computed, state.found, state.shared, state.declined = computed, Lookup(), 0, None
         state.late = False
@@ -176,7 +179,7 @@ class SchedulerSide:
 
     def admitted(self, view: RequestView, tables: BlockTables, tokens: int) -> None:
         """The engine allocated the request's blocks, and wants ``tokens`` of those that `match` offered loaded."""
-        state = self._track(view)
+        state = self.track(view)
         self.events.tell(self._waiting.end(state, tokens))
         state.admitted = view.tokens
         if not view.computed_tokens:  # otherwise it returns from a load
@@ -196,7 +199,7 @@ class SchedulerSide:
                 self._count(state, {})
 
     def keys(self, request_id: str) -> Sequence[ChunkKey]:
-        """Those of a request's whole chunks that are known so far; none if its KV depends on what is not known."""
+        """The known keys of a request's chunks; none if its KV cannot be identified."""
         state = self._requests.get(request_id)
         return state.path if state else ()
 
@@ -242,7 +245,7 @@ class SchedulerSide:
         )
 
     def progress(self, result: StepResult) -> None:
-        """Process what the workers did."""
+        """Process the progress of the workers."""
         if self._provenance.trusts_any(result.invalid_blocks):
             self._distrust_all()
         if result.progress:
@@ -345,13 +348,6 @@ class SchedulerSide:
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _track(self, view: RequestView) -> RequestState:
-        is_new = self._requests.get(view.request_id) is None
-        state = self._requests.track(view)
-        if is_new:
-            self._tell_of(EventKind.ARRIVED, state, keys=tuple(state.path), traceparent=view.traceparent)
-        return state
-
     def _tell_of(self, kind: EventKind, state: RequestState, **known: Any) -> None:
         self.events.tell([Event(kind, "", request=state.view.request_id, tokens=state.view.tokens, **known)])
 
@@ -406,7 +402,7 @@ class SchedulerSide:
         ]
 
     def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:
-        """Tell what became of a request's tokens: what was loaded of each tier, after that has ended well."""
+        """Count a request's tokens: after a load that ended well, the ``hits`` of each tier."""
         asked = bool(hits) or not self._why_no_lookup(state)
         ago = self._clock() - state.load_begun
         self.events.tell(state.looked_up(list(self.manager.media), hits, self.chunk_tokens, asked=asked, ago=ago))

@@ -1,4 +1,4 @@
-"""One end of a connection between a server and a process of an engine. Nothing in it waits but `wait`."""
+"""One end of a connection between a server and a process of an engine. Only `wait` blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Closed(ProtocolError):
 
 
 class Connection:
-    """Messages over a Unix socket. Each method but `close` raises ProtocolError when the connection is of no use."""
+    """Messages over a Unix socket. Each method but `close` raises ProtocolError if the connection is unusable."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -44,7 +44,7 @@ class Connection:
 
     @property
     def has_unsent(self) -> bool:
-        """Does something wait until the other side takes more?"""
+        """Are there bytes that the other side has not taken yet?"""
         return bool(self._unsent)
 
     def send(self, header: Header, body: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -81,8 +81,7 @@ class Connection:
 
     def receive(self) -> Iterator[tuple[Header, bytes]]:
         """The whole messages that are here."""
-        with contextlib.suppress(BlockingIOError):
-            self._fill()
+        self._fill()
         if not self._greeted and len(self._received) >= len(PREAMBLE):
             check_preamble(bytes(self._received[: len(PREAMBLE)]))
             del self._received[: len(PREAMBLE)]
@@ -106,7 +105,7 @@ class Connection:
         try:
             piece, descriptors, _, _ = socket.recv_fds(self._socket, _PIECE, 16)
         except BlockingIOError:
-            raise
+            return
         except OSError as error:
             raise Closed(error.strerror or str(error)) from error
         self.descriptors += descriptors
@@ -141,12 +140,9 @@ def connect(path: Path) -> Connection:
         if user != os.getuid():
             raise ProtocolError(f"process {pid} of user {user} answers there; engines and server run as the same user")
         return Connection(sock)
-    except OSError as error:
+    except (OSError, ProtocolError) as error:
         sock.close()
-        raise ProtocolError(error.strerror or str(error)) from error
-    except ProtocolError:
-        sock.close()
-        raise
+        raise ProtocolError(getattr(error, "strerror", None) or str(error)) from error
 
 
 def credentials(sock: socket.socket) -> tuple[int, int, int]:

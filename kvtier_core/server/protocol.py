@@ -23,17 +23,7 @@ from kvtier_core.errors import KvtierError
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
-from kvtier_core.types import (
-    KEY_NBYTES,
-    ChunkKey,
-    Event,
-    FrameRead,
-    Location,
-    Namespace,
-    Slot,
-    StoredFrame,
-    Usage,
-)
+from kvtier_core.types import KEY_NBYTES, ChunkKey, Event, FrameRead, Location, Namespace, Slot, StoredFrame, Usage
 
 #: Bytes of a body. That of a lookup of a million chunks.
 LONGEST = 64 << 20
@@ -111,20 +101,20 @@ class ServedFrame(NamedTuple):
 
     @property
     def stored(self) -> StoredFrame:
-        """As it was sent."""
+        """The frame that was sent."""
         return StoredFrame(self.tier, Location._make(self.location), ChunkKey(self.key), self.namespace)
 
 
 @attrs.frozen
 class ServedLookup(Lookup):
-    """A lookup in a message: slots and stored frames look alike there, so the frames go apart."""
+    """A lookup in a message, where slots and stored frames look alike: the frames have a field of their own."""
 
     slots: Sequence[Slot] = ()
     frames: Mapping[int, ServedFrame] = attrs.field(factory=dict)  #: by their places among the slots
 
     @classmethod
     def of(cls, found: Lookup) -> Lookup:
-        """As it is sent."""
+        """The form in which a lookup is sent."""
         if StoredFrame not in map(type, found.slots):
             return found
         frames = {at: slot for at, slot in enumerate(found.slots) if isinstance(slot, StoredFrame)}
@@ -133,7 +123,7 @@ class ServedLookup(Lookup):
 
     @property
     def found(self) -> Lookup:
-        """As it was before."""
+        """The lookup that was sent."""
         if not self.frames:
             return self
         slots, places = iter(self.slots), range(len(self.slots) + len(self.frames))
@@ -266,7 +256,7 @@ PREAMBLE = _MAGIC + hashlib.blake2b(describe().encode(), digest_size=8).digest()
 
 
 def check_preamble(preamble: bytes) -> None:
-    """Raises ProtocolError, for people, if this is not `PREAMBLE`."""
+    """Raise ProtocolError if this is not `PREAMBLE`."""
     if not preamble.startswith(_MAGIC):
         raise ProtocolError("what answers there is no kvtier serve")
     if preamble != PREAMBLE:

@@ -20,17 +20,7 @@ import attrs
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import KvtierError
 from kvtier_core.server.connection import Closed, Connection, credentials, peer_process
-from kvtier_core.server.protocol import (
-    DONE,
-    NAMES,
-    REFUSED,
-    Header,
-    Opened,
-    Opening,
-    ProtocolError,
-    arguments,
-    encode,
-)
+from kvtier_core.server.protocol import DONE, NAMES, REFUSED, Header, Opened, Opening, ProtocolError, arguments, encode
 from kvtier_core.server.sessions import Session
 from kvtier_core.server.spaces import Spaces
 from kvtier_core.server.tenants import UNBOUNDED, Quota
@@ -121,10 +111,7 @@ class Server:
             self.turn(_IDLE)
 
     def turn(self, timeout: float) -> bool:
-        """Answer what is there, after ``timeout`` seconds at most, and let time pass in the stacks.
-
-        Returns whether there was anything.
-        """
+        """Wait for calls, at most ``timeout`` seconds; answer them and step the stacks. False if there were none."""
         ready = self._selector.select(timeout)
         for key, events in ready:
             key.data(events)
@@ -219,7 +206,7 @@ class Server:
             self._forget(peer)
 
     def _ended(self, peer: _Peer) -> None:
-        """The process has ended. What it had said is still heard."""
+        """The process has ended. The calls that it had sent are still answered."""
         if not peer.closed:
             self._serve(peer, selectors.EVENT_READ)
         self._hang_up(peer, "")
@@ -263,7 +250,7 @@ class Server:
             logger.exception("kvtier: a call of process %d failed", peer.pid)
             kind, answer = REFUSED, encode(f"{type(error).__name__}: {error}")
         epoch = peer.session.epoch if peer.session else 0
-        with contextlib.suppress(Closed):  # it is gone, and what else it had said is heard all the same
+        with contextlib.suppress(Closed):  # it is gone; its other calls are processed nevertheless
             peer.connection.send(Header(len(answer), header.number, kind, epoch, self.boot), answer, descriptors)
 
     def _call(self, peer: _Peer, name: str) -> Callable[..., Any]:

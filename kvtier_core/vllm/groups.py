@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups: which of them a prefix needs, and what of their block tables."""
+"""vLLM's KV cache groups, and the block tables of those that a prefix needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtier_core.vllm import versions
 
 
 def _spec(name: str) -> type:
-    """A class of vLLM's specs. For one that this version lacks a class of nothing, so that its kind is not served."""
+    """A class of vLLM's specs; an empty one if this version lacks it, so that its kind is not served."""
     return getattr(kv_cache_interface, name, None) or type(name, (), {})
 
 
@@ -93,7 +93,7 @@ def keep_states(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def own_ranks(config: VllmConfig, kv_cache_config: KVCacheConfig, found: Sequence[KVGroup]) -> str:
-    """What keeps engines with another number of tensor-parallel ranks from using the KV of this one; empty: nothing.
+    """What keeps engines with another number of tensor-parallel ranks from using this one's KV; empty if nothing does.
 
     They can if each head of keys and values is on one rank, in the order of the ranks, or all ranks have the same.
     """
@@ -193,15 +193,12 @@ class Tables:
     def of(cls, kv_cache_config: KVCacheConfig, parallel: ParallelConfig) -> Tables:
         """The tables of an engine that is served."""
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        states = {number: spec for number, spec in enumerate(specs) if isinstance(spec, MambaSpec)}
         return cls(
             served(kv_cache_config),
             block_tokens(kv_cache_config, parallel),
-            frozenset(number for number, spec in enumerate(specs) if isinstance(spec, MambaSpec)),
-            frozenset(
-                number
-                for number, spec in enumerate(specs)
-                if isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "all"
-            ),
+            frozenset(states),
+            frozenset(number for number, spec in states.items() if spec.mamba_cache_mode == "all"),
         )
 
     def keep_states_behind(self, request: Request, tokens: int) -> None:

@@ -133,6 +133,7 @@ def _pages(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> tuple[list[PageRun], list[KVGroup]]:
     """Where the pages of all layers lie, group after group, and the groups. Raises ValueError if they are scattered."""
+    parallel = vllm_config.parallel_config
     layers: list[PageRun] = []
     kv_groups: list[KVGroup] = []
     for number, caches in by_group(kv_cache_config, kv_caches).items():
@@ -149,18 +150,10 @@ def _pages(
         dtypes = [str(cache.dtype).removeprefix("torch.") for cache in caches.values()]
         nbytes = [run.nbytes for run in runs.values()]
         specs = groups.specs_of(number, kv_cache_config)
-        elements = {_elements(vllm_config, name, specs.get(name), caches[name], kv_cache_config) for name in firsts}
-        kv_groups.append(
-            groups.kv_group(
-                number,
-                kv_cache_config,
-                vllm_config.parallel_config,
-                nbytes,
-                dtypes,
-                elements.pop() if len(elements) == 1 else (),
-                _depths(firsts),
-            )
-        )
+        found = {_elements(vllm_config, name, specs.get(name), caches[name], kv_cache_config) for name in firsts}
+        elements = found.pop() if len(found) == 1 else ()
+        group = groups.kv_group(number, kv_cache_config, parallel, nbytes, dtypes, elements, _depths(firsts))
+        kv_groups.append(group)
     return layers, kv_groups
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import prometheus_client
-from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvtier_core.interfaces import Medium
@@ -71,14 +70,8 @@ class KVTierStats(KVConnectorStats):
 class KVTierPromMetrics(KVConnectorPromMetrics):
     """The same as Prometheus metrics, with vLLM's own labels before those of the table."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ):
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         _unregister_former()
         self._shown = {metric.name: self._make(metric) for metric in METRICS}
 

@@ -9,25 +9,14 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
 except ModuleNotFoundError:  # before 0.32, which has no sources of hits
     CacheHitSource = None
 
 try:
-    from vllm.v1.core.kv_cache_utils import to_event_extra_keys
+    from vllm.v1.core.kv_cache_utils import to_event_extra_keys as to_event_extra_keys
 except ImportError:  # then its events have other fields
     to_event_extra_keys = None
-
-__all__ = [
-    "FIRST",
-    "LAST",
-    "CacheHitSource",
-    "is_sharded",
-    "lookahead_of",
-    "replicas_of",
-    "to_event_extra_keys",
-    "warning",
-]
 
 #: The first and the last version that kvtier was tested with, as major and minor number.
 FIRST, LAST = (0, 30), (0, 33)

@@ -557,7 +557,7 @@ def test_an_engine_that_is_stopped_with_requests_under_way_blames_nobody_for_the
 def test_slots_of_nobody_are_told_when_an_engine_is_stopped(stack, caplog):
     served, asked = Host(stack()), prompt(1, 3 * CHUNK)
     served.ask("first", asked)
-    served.manager.lookup(served.side._requests.keys(served.side._track(served.submit("x", asked).view()), 24), "y")
+    served.manager.lookup(served.side._requests.keys(served.side.track(served.submit("x", asked).view()), 24), "y")
     served.side.close()
     (line,) = [record.getMessage() for record in caplog.records if "still holds" in record.getMessage()]
     assert line == "kvtier: y still holds 3 slots; a tier hangs, or this is a bug in kvtier"

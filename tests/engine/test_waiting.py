@@ -137,7 +137,7 @@ def test_what_a_preempted_request_computes_again_counts_as_its_prompt(served):
 
 def loaded_from_two_tiers(host, waits):
     """The events of a load of 400 tokens in 0.4 s, by a request that had waited so."""
-    state = host.side._track(host.submit("second", ASKED).view())
+    state = host.side.track(host.submit("second", ASKED).view())
     state.waits, state.load_begun = waits, host.side._clock()
     state.sources.update({"heap": 300, "disk": 100})
     host.side._clock.now += 0.4
@@ -414,7 +414,7 @@ def test_each_tier_is_charged_with_what_it_was_waited_for(served):
     host = served(load_wait="10s")
     clock = host.side._clock
     computes(host, CHUNK / 1.0)
-    state = host.side._track(host.submit("second", ASKED).view())
+    state = host.side.track(host.submit("second", ASKED).view())
     waiting = host.side._waiting
     for clock.now, awaited in ((0.0, "far"), (1.0, "disk"), (1.5, "")):
         waiting.asked(state)
@@ -433,7 +433,7 @@ def test_each_tier_is_charged_with_what_it_was_waited_for(served):
 def test_chunks_on_their_way_are_waited_for_in_their_tier(served):
     host = served()
     request = host.submit("second", ASKED)
-    host.manager.lookup(host.side._requests.keys(host.side._track(request.view()), 32), "other")
+    host.manager.lookup(host.side._requests.keys(host.side.track(request.view()), 32), "other")
     host.manager._promotions.start(lambda key: False)
     found = host.manager.lookup(host.side.keys("second"), "second")
     assert (found.pending, found.awaited) == (CHUNKS, "disk")

@@ -65,7 +65,9 @@ class RequestTracker:
         tracked.computed = computed
         if isinstance(tracked.identity, Bypass):
             return None
-        return self._bypassed(tracked, self._names.check_cached(tracked.identity, computed))
+        bypass = self._names.check_cached(tracked.identity, computed)
+        tracked.identity = bypass or tracked.identity
+        return bypass
 
     def note_load(self, request_id: str, tokens: int) -> None:
         """The KV of ``tokens`` behind those of the last `check_cached` is loaded, and vLLM may cache it."""
@@ -84,11 +86,14 @@ class RequestTracker:
             tracked = self._tracked[request_id]
             for number in numbers:
                 self._names.note_encoding(tracked.request.mm_features[number].identifier, _source(tracked, number))
-        return {
-            each.request_id: bypass
-            for each in self.scheduled(output)
-            if (bypass := self._check_encoded(self._tracked[each.request_id], each))
-        }
+        bypassed = {}
+        for each in self.scheduled(output):
+            tracked = self._tracked[each.request_id]
+            if isinstance(tracked.identity, Bypass):
+                continue
+            if bypass := self._names.check_encoded(tracked.identity, each.computed, each.end):
+                tracked.identity = bypassed[each.request_id] = bypass
+        return bypassed
 
     def scheduled(self, output: SchedulerOutput) -> list[ScheduledRequest]:
         """The requests of a step, in the order in which they were scheduled."""
@@ -102,16 +107,6 @@ class RequestTracker:
         """Forget a request. Returns its last view; None if it never had one."""
         tracked = self._tracked.pop(request.request_id, None)
         return tracked and _view(request, tracked)
-
-    def _check_encoded(self, tracked: _Tracked, scheduled: ScheduledRequest) -> Bypass | None:
-        if isinstance(tracked.identity, Bypass):
-            return None
-        return self._bypassed(tracked, self._names.check_encoded(tracked.identity, scheduled.computed, scheduled.end))
-
-    def _bypassed(self, tracked: _Tracked, bypass: Bypass | None) -> Bypass | None:
-        if bypass:
-            tracked.identity = bypass
-        return bypass
 
 
 def _view(request: Request, tracked: _Tracked) -> RequestView:
