@@ -1,4 +1,4 @@
-"""Keeps the log readable while something fails again and again: the first line of a cause at once, then numbers."""
+"""Keeps the log readable during repeated failures: the first line of a cause at once, then only their number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Records a live server's traffic for `kvtier simulate`: when requests came, how long they were, which chunks recur.
 
-A recording contains no text and no token. A chunk's id is a digest of its key under a random salt that never leaves
-this process: it shows that two prompts share a prefix but not which one, and cannot be related to another recording.
+A recording contains no text and no token. A chunk's id is a digest of its key under a random salt of this process: it
+shows that two prompts share a prefix, not which one, and cannot be related to another recording.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The stack of a server, as the scheduler side of an engine sees it.
 
-No call waits for long. What the server has not answered in time is pending, or a miss; and while it owes answers
-nothing waits for it at all. When it is gone everything is a miss, until it is back: then the workers reach its arenas
-anew.
+No call waits for long: chunks without an answer in time are pending, or a miss, and a server that owes answers is not
+waited for at all. While it is gone everything is a miss. When it is back, workers attach its arenas again.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class RemoteStack(Stack):
         waits: Waits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Waits for the server, for some seconds, if it is there."""
+        """Waits for the server for some seconds, if one listens at ``path``."""
         self._path = path
         self._opening = opening
         self._waits = waits or Waits()
@@ -137,11 +136,11 @@ class RemoteStack(Stack):
         self._session: _Session | None = None
         self._opened: Opened | None = None  # by which the workers reach the arenas
         self._known: Opened | None = None  # the last of these: names of tiers outlive the session
-        self._offered: Opened | None = None  # by which they are to, from the next step on
-        self._renewing = False  # has the server been told of another namespace, and not answered?
+        self._offered: Opened | None = None  # the one to use from the next step on
+        self._renewing = False  # is the call for another namespace not answered yet?
         self._attached: tuple[int, int, int] | None = None  # boot, session, epoch
         self._attachment = 0
-        self._why = ""  # there is no session
+        self._why = ""  # why there is no session
         self._next_try = 0.0
         self._stepping = False  # is a step not answered yet?
         self._steps = 0  # that were answered
@@ -173,7 +172,7 @@ class RemoteStack(Stack):
         self._offered = opened
 
     def _adopt(self) -> None:
-        """Use what the server has opened. If that is elsewhere, the workers reach its arenas anew."""
+        """Use what the server has opened. If that is elsewhere, the workers attach its arenas again."""
         if self._session is None or self._offered is None:
             return
         self._opened = self._known = self._offered
@@ -213,7 +212,7 @@ class RemoteStack(Stack):
                 self._log.log(logging.WARNING, "the server refuses a call", name, why)
 
     def _asking(self) -> _Session | None:
-        """The session, if it makes sense to ask now."""
+        """The session, if the server can be asked now; else None."""
         self._poll()
         if self._session is None or self._opened is None or self._renewing:
             return None
@@ -400,7 +399,7 @@ class RemoteStack(Stack):
         self._forget()
 
     def close(self, timeout: float = 5.0) -> list[Event]:
-        """The server goes on with what it was told. Waits until it has heard all of it."""
+        """Wait until the server has answered all calls; it goes on with their work."""
         events = self._events
         if self._session is not None:
             deadline = time.monotonic() + timeout

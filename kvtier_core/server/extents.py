@@ -49,7 +49,7 @@ class Extents:
         self._quotas: dict[str, Quota] = {}  # by model
 
     def share(self, slot_nbytes: int, model: str = "") -> Share:
-        """A further share, of no extent yet. Raises BackendError if the memory could not hold one of its chunks."""
+        """A new share, without extents yet. Raises BackendError if the memory could not hold one of its chunks."""
         share = Share(self, slot_nbytes, model)
         if not share.slots:
             raise BackendError(f"its {self.nbytes} bytes have no room for a chunk of {slot_nbytes}")
@@ -57,7 +57,7 @@ class Extents:
         return share
 
     def whole(self) -> Share:
-        """A share that has all of it, so that nobody else uses any."""
+        """A share of the whole memory, which nobody else can use then."""
         share = self.share(self.extent_nbytes)
         self._owners = [share] * self.count
         return share
@@ -161,7 +161,7 @@ class Extents:
         self._shares = [each for each in self._shares if each is not share]
 
     def balance(self, seconds: float) -> None:
-        """Move extents to the stack that needs them most, if one needs some. Call it every ``seconds``."""
+        """Move extents to the stack that needs them most, if one does. Call it every ``seconds``."""
         for each in self._shares:
             each.estimate(seconds, self.of(each) * self.extent_nbytes)
         hungry = max(filter(self._may_take, self._shares), key=lambda each: each.turnover, default=None)
@@ -188,7 +188,7 @@ class Extents:
             self._recall(min(donors, key=lambda each: (not self._is_over(each), each.turnover)), share.windows())
 
     def _recall(self, donor: Share, windows: Iterable[range]) -> bool:
-        """Recall that one of these windows of which the donor would miss the least. False if it has none of them."""
+        """Recall the window that the donor would miss the least. False if it has none of these."""
         owners = (donor, None)
         own = [
             window

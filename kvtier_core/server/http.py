@@ -1,7 +1,7 @@
-"""What operators ask a server over HTTP. Never on the data path: another thread, which the owner answers between calls.
+"""The HTTP interface for operators, on a thread of its own. The owner answers it between two calls of engines.
 
-Whatever changes something needs the token; where it listens beyond loopback so does everything else. A prompt is named
-by its tokens, as `token_database: chained` names it. Nobody is told keys or salts that he has not named.
+A request that changes something needs the token; beyond loopback every request does. A prompt is named by its tokens,
+as `token_database: chained` names it. Keys and salts appear only in answers to requests that name them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FORM = "application/json"
 
 
 class RefusedError(Exception):
-    """It cannot be done as it was asked."""
+    """The request cannot be carried out; the message says why."""
 
 
 class Prompt(Struct, forbid_unknown_fields=True):

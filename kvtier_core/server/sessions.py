@@ -62,10 +62,7 @@ class Space:
 
 
 class Session:
-    """One engine. Its holders have its number in front, so that no engine meets those of another.
-
-    Each public method but the last ones is a call of the protocol.
-    """
+    """One engine. Its number precedes the names of its holders, so that engines may use the same names."""
 
     def __init__(self, number: int, opening: Opening, space: Space):
         self.number = number
@@ -189,15 +186,15 @@ class Session:
         pins = self.space.stack.pins_by_holder()
         return {holder.removeprefix(prefix): count for holder, count in pins.items() if holder.startswith(prefix)}
 
-    # -- what becomes of it ----------------------------------------------------------------------------
+    # -- its life ----------------------------------------------------------------------------------------
 
     def tell(self, events: Sequence[Event]) -> None:
-        """Keep these for its next step."""
+        """Keep these events for its next step."""
         self._events += events
         del self._events[:-_MOST_EVENTS]
 
     def move(self, space: Space) -> None:
-        """Use another space from now on. What it holds in the one before stays until it releases that."""
+        """Use another space from now on. What it holds in the former one stays until it releases that."""
         if space is self.space:
             raise BackendError("it is in this namespace already")
         self._former.append(self.space)
@@ -221,7 +218,7 @@ class Session:
         return self.hung_up and not self.workers
 
     def end(self) -> None:
-        """Release all that it holds."""
+        """Release everything that it holds."""
         for space, holders in self._holders.items():
             for holder in holders:
                 space.stack.release(holder)
@@ -243,7 +240,7 @@ class Session:
         return self._stopped if self.opening.recomputes else dict.fromkeys(self.space.stack.media, FAILS_REQUESTS)
 
     def _holding(self, holder: str) -> list[Space]:
-        """Where something is held for this holder: it may be in the space of before."""
+        """The spaces in which this holder has something; a former one may be among them."""
         return [space for space in (self.space, *self._former) if self._prefix + holder in self._holders[space]]
 
     def _leave_empty(self) -> None:

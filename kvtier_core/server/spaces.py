@@ -37,7 +37,7 @@ logger = logging.getLogger("kvtier")
 _BALANCED_EVERY = 1.0
 #: Stacks without engines that are kept for engines that come back; each has threads.
 _MOST_UNUSED = 8
-#: Seconds in which engines that are alive find a server that was started in the place of another one.
+#: Seconds in which running engines find a server that replaces another one.
 _COME_BACK = 30.0
 #: Seconds that threads have to end when a stack without engines is closed.
 _CLOSING = 1.0
@@ -202,9 +202,9 @@ class Spaces:
                     record()
 
     def renew(self, session: Session, namespace: Namespace) -> None:
-        """The KV of an engine has another namespace from now on, because its weights may have changed.
+        """Give an engine's KV another namespace: its weights may have changed. Raises as `open`.
 
-        An engine that is alone takes its stack along. Raises as `open`.
+        An engine that is alone in its space keeps its stack.
         """
         space = session.space
         if space.sessions == {session} and namespace.digest not in self._spaces:
@@ -217,19 +217,19 @@ class Spaces:
             session.move(self.open(attrs.evolve(session.opening, namespace=namespace)))
 
     def set_quota(self, model: str, quota: Quota) -> None:
-        """Bound the part of each memory that a model may have, by the name that its engines give it."""
+        """Bound a model's part of each memory, by the name that its engines give it."""
         for memory in self.memories:
             memory.extents.set_quota(model, quota)
 
     def _is_free(self, tier: StoreTierConfig) -> bool:
-        """May a stack have this tier, whose store is of one namespace alone? The first one has it."""
+        """Is this tier, whose store takes one namespace, in no stack yet?"""
         return all(tier.name not in space.stack.media for space in self)
 
     def _pool(self, name: str, threads: int) -> IOPool:
         return IOPool(name, threads, self._wake)
 
     def step(self) -> None:
-        """Let time pass in all stacks, and close those that nobody will need again."""
+        """Step all stacks, and close those that nobody will need again."""
         for space in list(self):
             if events := space.step():
                 for listener in self.listeners:

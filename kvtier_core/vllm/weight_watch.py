@@ -1,8 +1,8 @@
-"""Notices that the weights of a running engine change. vLLM tells its connectors of that only if it is asked to.
+"""Notices that the weights of a running engine change. vLLM informs its connectors only if it is asked to.
 
-Three things are watched. What workers are called for: `collective_rpc` may run anything, so whatever is not known to
-leave the weights alone may have changed them. The models' own loaders (`load_weights`). And the parameters themselves:
-whether they are the same objects in the same memory, whether PyTorch has written to them, and some bytes of each.
+Three things are watched: calls of the workers by `collective_rpc`, any of which may change weights unless it is known
+not to; the models' own loaders (`load_weights`); and the parameters, which must be the same objects in the same memory,
+not written to by PyTorch, with the same bytes in some places.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.v1.engine.core import EngineCore
 #: Of a parameter in the host's memory, so many runs of so many bytes are compared.
 _RUNS, _RUN_NBYTES = 4, 32
 
-#: For what else vLLM's workers are called, as whole names and as the beginnings of some. It leaves the weights alone.
+#: Calls of vLLM's workers that leave the weights alone, as whole names and as beginnings of names.
 _HARMLESS = {"add_lora", "remove_lora", "pin_lora", "compute_weight_checksums", "synchronize_device"}
 _HARMLESS_BEGINNINGS = ("get_", "list_", "save_", "reset_", "profile", "check_health", "update_max_model_len")
 

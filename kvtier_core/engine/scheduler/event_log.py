@@ -12,7 +12,7 @@ from kvtier_core.types import Event, EventKind, Usage
 
 logger = logging.getLogger("kvtier")
 
-#: Events that operators want to read about, with the level of their log line. All others are only counted.
+#: Events that are logged, with the level of their line. All others are only counted.
 _LOG_LEVELS = {
     EventKind.CORRUPT: logging.WARNING,
     EventKind.IO_ERROR: logging.WARNING,
@@ -22,7 +22,7 @@ _LOG_LEVELS = {
     EventKind.BREAKER_CLOSED: logging.INFO,
 }
 
-#: Seconds between two looks at what the tiers hold.
+#: Seconds between two looks at the usage of the tiers.
 _USAGE_EVERY = 1.0
 #: Seconds between two log lines of the totals: servers are often killed without notice.
 _TOTALS_EVERY = 600.0
@@ -66,7 +66,7 @@ class EventLog:
         self._observers.tell(events)
 
     def watch(self, usage: Callable[[], Sequence[Usage]], *, now: bool = False) -> None:
-        """Pass on what has changed of what the tiers hold: once a second, or ``now``."""
+        """Pass on the usage of tiers that has changed: once a second, or ``now``."""
         if self._clock() < self._next_look and not now:
             return
         self._next_look = self._clock() + _USAGE_EVERY

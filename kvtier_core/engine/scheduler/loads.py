@@ -143,7 +143,7 @@ class Loads:
         return tuple(planned)
 
     def fail_planned(self) -> None:
-        """What was planned since the last step is not where it was found."""
+        """The loads planned since the last step cannot begin: their slots are not there any more."""
         self._impossible += [request_id for request_id, _ in self.take_planned()]
 
     def take_impossible(self) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ class Loads:
         return tuple(impossible)
 
     def note_unread(self, unread: Mapping[str, Mapping[ChunkKey, FrameRead]]) -> None:
-        """Ranks could not use these frames, by request. The loads end later, when every rank has."""
+        """Note frames that ranks could not use, by request. Their loads end later, when every rank has ended them."""
         for request_id, frames in unread.items():
             if request_id in self._holders:
                 self._unread.setdefault(request_id, {}).update(frames)

@@ -38,7 +38,7 @@ _LEAST_NBYTES, _GROWTH = 4 << 20, 4
 
 
 class JournalError(Exception):
-    """A journal that nothing can be concluded from."""
+    """A journal that cannot be believed."""
 
 
 class Held(Struct, array_like=True):
@@ -124,10 +124,10 @@ class Journal:
         self._nbytes = self._new_nbytes = 0
 
     def begin(self, inode: int) -> bool:
-        """Read what is recorded of the memory in the file ``inode``, and record what happens to it from now on.
+        """Read the records of the memory in the file ``inode`` into `spaces`, and record its changes from now on.
 
-        Returns whether it is known what all slots of that memory hold: in `spaces`. If it is not, nothing is recorded
-        before `resume`: the next server must not believe that they are free. Raises OSError.
+        False if the contents of its slots are not known. Then nothing is recorded before `resume`: the next server must
+        not believe that they are free. Raises OSError.
         """
         self._inode = inode
         try:
@@ -192,10 +192,7 @@ class Journal:
         self._nbytes += len(message)
 
     def resume(self) -> None:
-        """Write what follows from all records so far to a new file, in the place of the other. Raises OSError.
-
-        Whatever is not in `spaces` is free.
-        """
+        """Replace the file by one with a summary of all records: `spaces`. All other slots are free. Raises OSError."""
         new = f"{_NAME}.new"
         self._folder.remove(new)
         file = self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

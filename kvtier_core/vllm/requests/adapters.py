@@ -1,8 +1,8 @@
 """Identifies the weights that the engine has loaded for a LoRA adapter.
 
-Workers read an adapter's files at times that no connector learns of: when the server is asked to load it, which may be
-before the first request, and again after they evicted it. So an adapter is identified only if its
-files cannot have changed since the engine started: then whatever was read, at any time, is what the files hold now.
+No connector learns when workers read an adapter's files: when the server is asked to load it, perhaps before the first
+request, and again after they evicted it. So an adapter is identified only if its files cannot have changed since the
+engine started.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Tracks what vLLM's caches may hold under a name.
 
 vLLM keeps the encoder's output for an item under the item's name, and its own KV of a prompt under the names of the
-prompt's items and adapter. A name need not be derived from the content: it may be a counter or chosen by a client. Then
-vLLM may give one request what it cached for an item of another, and KV computed from that must not be stored under
-the keys of the first.
+prompt's items and adapter. A name may be a counter or a client's choice. Then vLLM may give one request what it cached
+for an item of another, and KV computed from that must not be stored under the keys of the first.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ _Name = str | tuple[str, str]  # an item's, or ("adapter", its name)
 class CachedNames:
     """The contents behind the names in vLLM's caches. ``None`` as a content: not known, or more than one.
 
-    There are two generations of names: when the younger is full it replaces the older one, which is forgotten. vLLM's
-    caches forget what was used least recently, too, and hold fewer names than a generation has; a name that is used is
-    in the younger one.
+    There are two generations of names: when the younger is full it replaces the older one. A name in use is in the
+    younger one. vLLM's caches also drop what was used least recently, and hold fewer names than a generation has.
     """
 
     def __init__(self, generation: int = _GENERATION) -> None:
