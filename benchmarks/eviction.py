@@ -26,6 +26,8 @@ CAPACITIES = ("1%", "5%", "10%", "20%")
 TWO_TIERS = "1%+10%"
 TOKEN_NBYTES = 128 << 10
 RESULTS = Path(__file__).with_name("EVICTION.md")
+#: From here to its end the file is written by hand, and kept.
+BY_HAND = "## Tried, and left out"
 
 
 def main() -> None:
@@ -46,7 +48,8 @@ def main() -> None:
     report = "\n\n".join(printed)
     print(report)
     if arguments.write:
-        RESULTS.write_text(f"{heading('Eviction', 'python -m benchmarks.eviction', began)}\n\n{report}\n")
+        by_hand = "".join(RESULTS.read_text().partition(f"\n{BY_HAND}")[1:])
+        RESULTS.write_text(f"{heading('Eviction', 'python -m benchmarks.eviction', began)}\n\n{report}\n{by_hand}")
         progress(f"wrote {RESULTS}")
 
 
