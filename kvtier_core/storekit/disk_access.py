@@ -35,15 +35,21 @@ OF_ONE_FRAME = {
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def effective_direct(path: Path, folder: Folder, asked: str) -> bool:
-    """Are files in ``folder`` to be opened with O_DIRECT, given the setting ``direct: auto|on|off``?
+def effective_access(path: Path, folder: Folder, *, direct: str, io: str) -> tuple[bool, bool]:
+    """O_DIRECT and io_uring in ``folder``, on or off, given ``direct: auto|on|off`` and ``io: auto|io_uring|calls``.
 
-    ``path`` names the folder in errors. Raises BackendError if it is on, and not possible here.
+    ``path`` names the folder in errors. Raises BackendError if a setting asks for what is not available here.
     """
+    bypass = _effective_direct(path, folder, direct)
+    return bypass, _effective_ring(path, io, direct=bypass)
+
+
+def _effective_direct(path: Path, folder: Folder, asked: str) -> bool:
     if asked == "off":
         return False
     try:
-        probe_direct(folder)
+        with _probe(folder, os.O_DIRECT) as fd:  # on some file systems the open succeeds and the write fails
+            os.pwritev(fd, [bounce(FRAME_ALIGNMENT)], 0)
     except OSError as error:
         if asked == "on":
             raise BackendError(
@@ -54,11 +60,7 @@ def effective_direct(path: Path, folder: Folder, asked: str) -> bool:
     return True
 
 
-def effective_ring(path: Path, asked: str, *, direct: bool) -> bool:
-    """Are files to be moved with io_uring, given the setting ``io: auto|io_uring|calls``?
-
-    ``path`` names the folder in errors. Raises BackendError if it is asked for, and there is none here.
-    """
+def _effective_ring(path: Path, asked: str, *, direct: bool) -> bool:
     if asked == "calls" or (asked == "auto" and not direct):
         return False  # with the page cache, a ring only adds a kernel thread
     ring = ring_works()
@@ -81,12 +83,6 @@ def raise_if_store_failed(outcomes: Sequence[object], folder: Folder) -> None:
             probe_device(folder)
         except OSError:
             raise failures[0] from None
-
-
-def probe_direct(folder: Folder) -> None:
-    """Write a page with O_DIRECT: on some file systems the open succeeds and the write fails."""
-    with _probe(folder, os.O_DIRECT) as fd:
-        os.pwritev(fd, [bounce(FRAME_ALIGNMENT)], 0)
 
 
 def probe_device(folder: Folder) -> None:

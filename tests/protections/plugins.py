@@ -204,14 +204,14 @@ MUTANTS = (
     ),
     Mutant(
         "no-sweep",
-        DISK + "/opening.py",
+        DISK + "/backend.py",
         "                place.remove(root)\n        elif",
         "                pass\n        elif",
         "plugins/kvtier_disk/tests/test_disk.py::test_open_removes_what_is_no_frame",
     ),
     Mutant(
         "a-sweep-removes-what-is-called-like-a-namespace",
-        DISK + "/opening.py",
+        DISK + "/backend.py",
         "if name == own or is_kvtiers(root, name)]",
         "]",
         DISK_TESTS + "test_open_leaves_alone_what_kvtier_has_not_made",

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
+from kvtier_core.storekit.disk_access import effective_access, remove_probes
 from kvtier_core.storekit.folder import Folder, backend_errors
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.types import ChunkKey
-from kvtier_disk.files import publish
+from kvtier_disk.files import Access, publish
 from kvtier_disk.folder_backend import FolderBackend
-from kvtier_disk.frames import Found, Place, move_to_quarantine, place_of, quarantined
-from kvtier_disk.namespaces import make_namespace_folder
-from kvtier_disk.opening import effective_access, sweep
+from kvtier_disk.frames import (
+    Found,
+    Place,
+    everything_of,
+    move_to_quarantine,
+    namespace_folders,
+    oldest_first,
+    place_of,
+    quarantined,
+    remove_if_empty,
+)
+from kvtier_disk.namespaces import is_kvtiers, make_namespace_folder, remove_facts
 from kvtier_disk.shared_folder import must_not_be_shared
 from kvtier_disk.space_account import SpaceAccount
 
@@ -34,13 +44,13 @@ class DiskBackend(FolderBackend):
             root = lock.take()
             try:
                 make_namespace_folder(root, ctx.namespace)
-                others = sweep(root, self._name, self._fits)
+                others = _sweep(root, self._name, self._fits)
                 used = sum(found.nbytes for found in [*others, *self._frames(root)])
                 #: Files that anything else removes count as used until the folder is opened again.
                 self.space = SpaceAccount(
                     ctx.capacity - used, ((found.place, found.nbytes) for found in others), self._remove_other
                 )
-                self._access = effective_access(path, root, direct=direct, io=io)
+                self._access = Access(*effective_access(path, root, direct=direct, io=io))
             except BaseException:
                 lock.release()
                 raise
@@ -77,3 +87,26 @@ class DiskBackend(FolderBackend):
     def _remove_other(self, place: Place) -> None:
         if (root := self._home.folder()) is not None:
             place.remove(root)
+
+
+def _sweep(root: Folder, own: str, fits: Callable[[Found], bool]) -> list[Found]:
+    """Remove everything that is no frame, in the folders of namespaces that kvtier has made, and nothing elsewhere.
+
+    Returns the frames that are not in the namespace folder ``own``, oldest first. Frames that do not ``fits`` count as
+    no frames.
+    """
+    remove_probes(root)
+    others = []
+    names = [name for name in namespace_folders(root) if name == own or is_kvtiers(root, name)]
+    lying = [each for name in names for each in everything_of(root, name)]
+    for place, found in [*lying, *((found.place, found) for found in quarantined(root))]:
+        if found is None or not fits(found):
+            with contextlib.suppress(OSError):  # if it cannot be removed, it is still no frame
+                place.remove(root)
+        elif place.folders[0] != own:
+            others.append(found)
+    for name in set(names) - {own} - {found.place.folders[0] for found in others}:
+        with contextlib.suppress(OSError):
+            remove_facts(root, name)
+            remove_if_empty(root, name)
+    return oldest_first(others)

@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.storekit.disk_access import OF_ONE_FRAME, probe_device
+from kvtier_core.storekit.disk_access import OF_ONE_FRAME, effective_access, probe_device
 from kvtier_core.storekit.folder import Folder, NoFile, NotOurs, backend_errors
 from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey
-from kvtier_disk.files import publish
+from kvtier_disk.files import Access, publish
 from kvtier_disk.folder_backend import FolderBackend
 from kvtier_disk.frames import Place
 from kvtier_disk.namespaces import make_namespace_folder
-from kvtier_disk.opening import effective_access
 from kvtier_disk.shared_account import MOST_LISTED, FolderAccount
 from kvtier_disk.shared_folder import SharedFolder
 
@@ -41,7 +40,7 @@ class SharedDiskBackend(FolderBackend):
         self._bounded = bool(ctx.capacity)
         with backend_errors(path):
             root = home.take()
-            self._access = effective_access(path, root, direct=direct, io=io, writer=_this_writer())
+            self._access = Access(*effective_access(path, root, direct=direct, io=io), writer=_this_writer())
             make_namespace_folder(root, ctx.namespace, self._access.writer)
         account = FolderAccount(path, home.folder_again, longest=ctx.capacity, timeout=ctx.timeout)
         if self._bounded:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Self, cast
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.disk_access import FULL, effective_direct, effective_ring, remove_probes
+from kvtier_core.storekit.disk_access import FULL, effective_access, remove_probes
 from kvtier_core.storekit.folder import Folder
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.transfer.own_shard import FrameRange
@@ -65,8 +65,7 @@ class Slab:
             undoing.callback(self._lock.release)
             self.folder: Folder = self._lock.take()
             remove_probes(self.folder)
-            self.direct = effective_direct(path, self.folder, direct)
-            self.ring = effective_ring(path, io, direct=self.direct)
+            self.direct, self.ring = effective_access(path, self.folder, direct=direct, io=io)
             flags = os.O_RDWR | os.O_CREAT
             self.fd = self.folder.open(FRAMES, flags | (os.O_DIRECT if self.direct else 0))
             undoing.callback(os.close, self.fd)
