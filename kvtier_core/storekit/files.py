@@ -1,4 +1,4 @@
-"""Reads and writes places in many files: with io_uring all at once, else one after the other."""
+"""Reads and writes extents of many files: with io_uring all at once, else one after the other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_files(
     buffers = [bounce(len(view)) if direct and not _is_aligned(view) else view for view in into]
     raw = _read_files(fds, buffers, at) if ring else None
     if raw is None:
-        outcomes = [_caught(os.preadv, *each) for each in zip(fds, buffers, at, strict=True)]
+        outcomes = [_moved(os.preadv, *each) for each in zip(fds, buffers, at, strict=True)]
     else:
         outcomes = [outcome if outcome >= 0 else _error(outcome) for outcome in raw]
     for view, buffer, outcome in zip(into, buffers, outcomes, strict=True):
@@ -86,7 +86,7 @@ def write_each(
     raw = _write_files(fds, views, at) if ring else None
     if raw is not None:
         return [_error(outcome) if outcome < 0 else None for outcome in raw]
-    outcomes = [_caught(os.pwritev, *each) for each in zip(fds, views, at, strict=True)]
+    outcomes = [_moved(os.pwritev, *each) for each in zip(fds, views, at, strict=True)]
     return [outcome if isinstance(outcome, OSError) else None for outcome in outcomes]
 
 
@@ -106,21 +106,15 @@ def _is_aligned(view: memoryview) -> bool:
     return not view.readonly and ctypes.addressof(ctypes.c_char.from_buffer(view)) % FRAME_ALIGNMENT == 0
 
 
-def _all_of(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, at: int) -> int:
+def _moved(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, at: int) -> int | OSError:
+    """The bytes moved, fewer than the view has only where the file ends; or the error."""
     done = 0
-    while done < len(view):
-        count = call(fd, [view[done:]], at + done)
-        if not count:
-            break
-        done += count
-    return done
-
-
-def _caught(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, at: int) -> int | OSError:
     try:
-        return _all_of(call, fd, view, at)
+        while done < len(view) and (count := call(fd, [view[done:]], at + done)):
+            done += count
     except OSError as error:
         return error.with_traceback(None)  # its traceback would keep the view
+    return done
 
 
 def _error(outcome: int) -> OSError:

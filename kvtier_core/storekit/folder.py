@@ -137,22 +137,14 @@ class Folder:
                 to.remove(new)
                 os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=to.fd)
 
-    def _naming(self, name: str) -> _Naming:
-        return _Naming((*self._called, name))
-
-
-class _Naming:
-    """Puts the whole path into errors."""
-
-    def __init__(self, called: tuple[Path | str, ...]):
-        self._called = called
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = str(Path(*self._called)), None
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Put the whole path into errors."""
+        try:
+            yield
+        except OSError as error:
+            error.filename, error.filename2 = str(self.path / name), None
+            raise
 
 
 def _kind_of(status: os.stat_result) -> str:
