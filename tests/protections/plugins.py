@@ -268,8 +268,8 @@ MUTANTS = (
     Mutant(
         "what-is-replaced-counts-for-ever",
         DISK + "/shared.py",
-        "            if self._bounded:\n",
-        "            if False:\n",
+        "            if self.space is not None:\n                # Whoever",
+        "            if False:\n                # Whoever",
         SHARED_CAPACITY + "test_what_is_replaced_or_deleted_is_given_back",
     ),
     Mutant(

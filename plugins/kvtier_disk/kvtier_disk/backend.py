@@ -58,7 +58,7 @@ class DiskBackend(FolderBackend):
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
         """Keep damaged frames as far as there is room. From then on they count as frames of other namespaces."""
         with backend_errors(self._path):
-            folder = self._namespace_folder(root := self._home.folder())
+            folder = self._namespace_folder(root := self._root.folder())
             if root is not None and folder is not None:
                 self._each(keys, lambda key: self._quarantine(root, folder, key))
 
@@ -85,7 +85,7 @@ class DiskBackend(FolderBackend):
         return found.nbytes <= (self._longest if found.namespace_folder == self._name else self._capacity)
 
     def _remove_other(self, place: Place) -> None:
-        if (root := self._home.folder()) is not None:
+        if (root := self._root.folder()) is not None:
             place.remove(root)
 
 

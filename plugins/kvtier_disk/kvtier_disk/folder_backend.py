@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import abc
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext, SupportsListing, SupportsNamespaces
 from kvtier_core.storekit.disk_access import FULL, raise_if_store_failed
 from kvtier_core.storekit.folder import Folder, NoFile, backend_errors
+from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.storekit.namespaces import home_of
+from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
 from kvtier_disk.files import Access, discard, read_frames, write_unfinished
 from kvtier_disk.frames import (
@@ -25,41 +27,21 @@ from kvtier_disk.frames import (
     remove_if_empty,
 )
 from kvtier_disk.namespaces import make_namespace_folder, read_facts, remove_facts
-from kvtier_disk.space_account import free_of
-
-
-class Home(Protocol):
-    """The folder of a tier. Methods raise OSError, and BackendError for a refusal."""
-
-    def folder(self) -> Folder | None:
-        """The folder; None if it was removed."""
-
-    def folder_again(self) -> Folder:
-        """The folder; made again if it was removed."""
-
-    def release(self) -> None:
-        """From now on the folder is not used. May be called twice."""
-
-
-class Space(Protocol):
-    """Counts what the frames take. Methods raise BackendError."""
-
-    def take(self, nbytes: int) -> None:
-        """Count bytes that are about to be written. Raises StoreFull if there is no room; then nothing was counted."""
-
-    def give(self, nbytes: int) -> None:
-        """Return bytes that were taken and not written, or those of a frame that was removed."""
+from kvtier_disk.shared_folder import SharedFolder
+from kvtier_disk.space_account import SpaceAccount
 
 
 class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
     """Frames as files. Subclasses say whose the folder is, and account for its space."""
 
-    space: Space
+    space: SpaceAccount | SharedSpace | None  #: None: only ``min_free`` bounds the folder
     _access: Access
 
-    def __init__(self, path: Path, home: Home, ctx: OpenContext, *, direct: str, io: str, min_free: int):
+    def __init__(
+        self, path: Path, root: FolderLock | SharedFolder, ctx: OpenContext, *, direct: str, io: str, min_free: int
+    ):
         self._path = path
-        self._home = home
+        self._root = root
         self._asked = {"direct": direct, "io": io}
         self._min_free = Nbytes(min_free)
         self._namespace = ctx.namespace
@@ -68,19 +50,19 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         with backend_errors(self._path):
-            folder = self._namespace_folder(self._home.folder())
+            folder = self._namespace_folder(self._root.folder())
             return [folder is not None and self._is_frame(place_of(key).nbytes(folder)) for key in keys]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         with backend_errors(self._path):
-            folder = self._namespace_folder(root := self._home.folder())
+            folder = self._namespace_folder(root := self._root.folder())
             if root is None or folder is None:
                 return [0] * len(keys)
             return self._separate_errors(root, keys, read_frames(folder, list(map(place_of, keys)), into, self._access))
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None] | None:
         with backend_errors(self._path):
-            root = self._home.folder_again()
+            root = self._root.folder_again()
             folder = self._namespace_folder(root)
             if folder is None:
                 folder = make_namespace_folder(root, self._namespace, self._access.writer)
@@ -90,19 +72,19 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         with backend_errors(self._path):
-            folder = self._namespace_folder(self._home.folder())
+            folder = self._namespace_folder(self._root.folder())
             if folder is not None:
                 self._each(keys, lambda key: self._remove(folder, place_of(key)))
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
         with backend_errors(self._path):
-            root = self._home.folder()
+            root = self._root.folder()
             found = [] if root is None else oldest_first(self._frames(root))
             return iter([(each.key, each.nbytes) for each in found])
 
     def namespaces(self) -> Iterator[Namespace]:
         with backend_errors(self._path):
-            root = self._home.folder()
+            root = self._root.folder()
             if root is None:
                 return iter(())
             others = [name for name in namespace_folders(root) if name != self._name]
@@ -110,7 +92,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
 
     def drop_namespace(self) -> None:
         with backend_errors(self._path):
-            root = self._home.folder()
+            root = self._root.folder()
             if root is not None and self._namespace_folder(root) is not None:
                 for place, _ in everything_of(root, self._name):
                     place.remove(root)
@@ -125,7 +107,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
 
     def close(self) -> None:
         with backend_errors(self._path):
-            self._home.release()
+            self._root.release()
 
     @abc.abstractmethod
     def _write(self, folder: Folder, places: Sequence[Place], frames: Sequence[memoryview]) -> None:
@@ -143,7 +125,8 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
 
         ``needed`` bytes are taken for each, and given back for those that were not published.
         """
-        self.space.take(sum(needed))
+        if self.space is not None:
+            self.space.take(sum(needed))
         published = 0
         try:
             write_unfinished(folder, places, frames, self._access)
@@ -152,7 +135,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
                 published += 1
         except BaseException as error:  # OSError, or BackendError for a folder that others may write to
             discard(folder, places[published:], self._access)
-            self.space.give(sum(needed[published:]))
+            self._give(sum(needed[published:]))
             if isinstance(error, OSError) and error.errno in FULL:
                 raise StoreFull(f"{self._path}: {error.strerror}", missing=sum(map(len, frames))) from error
             raise
@@ -169,17 +152,19 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
     ) -> list[int | BackendError]:
         """Errors of single frames become values; an error of the whole store is raised."""
         raise_if_store_failed(outcomes, root)
+        folder = self._path / self._name
         return [
-            self._of_one_frame(key, outcome) if isinstance(outcome, OSError) else outcome
-            for key, outcome in zip(keys, outcomes, strict=True)
+            BackendError(f"{place_of(key).under(folder)}: {each.strerror}") if isinstance(each, OSError) else each
+            for key, each in zip(keys, outcomes, strict=True)
         ]
-
-    def _of_one_frame(self, key: ChunkKey, failure: OSError) -> BackendError:
-        return BackendError(f"{place_of(key).under(self._path / self._name)}: {failure.strerror}")
 
     def _remove(self, folder: Folder, place: Place) -> None:
         nbytes = self._nbytes(folder, place)
         if place.remove(folder):
+            self._give(nbytes)
+
+    def _give(self, nbytes: int) -> None:
+        if self.space is not None:
             self.space.give(nbytes)
 
     def _each(self, keys: Sequence[ChunkKey], act: Callable[[ChunkKey], None]) -> None:
@@ -214,3 +199,9 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
                 f"of which min_free keeps {self._min_free}",
                 missing=self._min_free + nbytes - free,
             )
+
+
+def free_of(folder: Folder) -> int:
+    """Bytes that the file system would still let this user write."""
+    stats = os.fstatvfs(folder.fd)
+    return stats.f_bavail * stats.f_frsize

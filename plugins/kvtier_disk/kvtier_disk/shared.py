@@ -32,24 +32,20 @@ class SharedDiskBackend(FolderBackend):
     """Frames as files in a folder that nobody locks and nobody cleans."""
 
     shared = True
-    space: SharedSpace | _Unbounded
+    space: SharedSpace | None
 
     def __init__(self, path: Path, ctx: OpenContext, *, direct: str, io: str, min_free: int):
-        home = SharedFolder(path)
-        super().__init__(path, home, ctx, direct=direct, io=io, min_free=min_free)
-        self._bounded = bool(ctx.capacity)
+        folder = SharedFolder(path)
+        super().__init__(path, folder, ctx, direct=direct, io=io, min_free=min_free)
         with backend_errors(path):
-            root = home.take()
+            root = folder.take()
             self._access = Access(*effective_access(path, root, direct=direct, io=io), writer=_this_writer())
             make_namespace_folder(root, ctx.namespace, self._access.writer)
-        account = FolderAccount(path, home.folder_again, longest=ctx.capacity, timeout=ctx.timeout)
-        if self._bounded:
+        self.space = None
+        if ctx.capacity:
+            account = FolderAccount(path, folder.folder_again, longest=ctx.capacity, timeout=ctx.timeout)
             account.count()  # fails where files cannot be locked
-        self.space = (
-            SharedSpace(account, ctx.capacity, quantum=_QUANTUM, most_listed=MOST_LISTED)
-            if self._bounded
-            else _Unbounded()
-        )
+            self.space = SharedSpace(account, ctx.capacity, quantum=_QUANTUM, most_listed=MOST_LISTED)
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         return [found is True for found in self._apart(super().contains, keys)]
@@ -62,13 +58,14 @@ class SharedDiskBackend(FolderBackend):
 
     def close(self) -> None:
         try:
-            self.space.close()
+            if self.space is not None:
+                self.space.close()
         finally:
             super().close()
 
     def _write(self, folder: Folder, places: Sequence[Place], frames: Sequence[memoryview]) -> None:
         def replace(number: int) -> None:
-            if self._bounded:
+            if self.space is not None:
                 # Whoever removes a frame gives its bytes back. A rename would not tell whether it replaced one.
                 self._remove(folder, places[number])
             publish(folder, places[number], self._access)
@@ -91,23 +88,10 @@ class SharedDiskBackend(FolderBackend):
         """Can a page be written into the folder, and read again?"""
         try:
             with backend_errors(self._path):
-                probe_device(self._home.folder_again())
+                probe_device(self._root.folder_again())
         except BackendError:
             return False
         return True
-
-
-class _Unbounded:
-    """The space of a folder without a capacity: only `min_free` bounds it."""
-
-    def take(self, nbytes: int) -> None:
-        """There is room."""
-
-    def give(self, nbytes: int) -> None:
-        """Nobody counts it."""
-
-    def close(self) -> None:
-        """Nothing was taken."""
 
 
 def _may_be_of_one_key(error: BackendError) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.storekit.folder import Folder
 from kvtier_disk.frames import Place
 
 
@@ -88,9 +86,3 @@ class SpaceAccount:
                 return None
             place = next(iter(self._others))
             return place, self._others.pop(place)
-
-
-def free_of(folder: Folder) -> int:
-    """Bytes that the file system would still let this user write."""
-    stats = os.fstatvfs(folder.fd)
-    return stats.f_bavail * stats.f_frsize
