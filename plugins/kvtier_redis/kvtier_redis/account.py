@@ -19,8 +19,7 @@ from typing import Any
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.shared_space import Count, SharedSpace
 from kvtier_redis.client import Client
-from kvtier_redis.deadline import Deadline
-from kvtier_redis.link import Garbage, ServerError
+from kvtier_redis.link import Deadline, Garbage, ServerError
 from kvtier_redis.names import Manifest, Names
 
 _TIME_IS_GOOD = 60.0  # seconds for which the server's clock is not asked again

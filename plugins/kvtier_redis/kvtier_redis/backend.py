@@ -11,9 +11,8 @@ from kvtier_core.storekit.namespaces import namespace_of
 from kvtier_core.types import ChunkKey, Namespace
 from kvtier_redis.account import Account, Ledger, entry_of
 from kvtier_redis.client import Client, Outcomes, unless_all_failed
-from kvtier_redis.deadline import Deadline
 from kvtier_redis.frame_io import Transfer, receive
-from kvtier_redis.link import Garbage, Link, ServerError, command
+from kvtier_redis.link import Deadline, Garbage, Link, ServerError, command
 from kvtier_redis.names import Manifest, Names, frame_name, get_all
 from kvtier_redis.settings import RedisSettings
 from kvtier_redis.writing import Expiry, Write

@@ -8,8 +8,7 @@ from typing import Any
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey
 from kvtier_redis.connecting import Dialer, Links
-from kvtier_redis.deadline import Deadline
-from kvtier_redis.link import Garbage, Link, ServerError, command
+from kvtier_redis.link import Deadline, Garbage, Link, ServerError, command
 from kvtier_redis.servers import servers_of
 from kvtier_redis.settings import RedisSettings
 

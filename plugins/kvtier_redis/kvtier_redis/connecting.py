@@ -17,8 +17,7 @@ from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
 from kvtier_core.errors import BackendError
-from kvtier_redis.deadline import Deadline
-from kvtier_redis.link import Link, ServerError, plain
+from kvtier_redis.link import Deadline, Link, ServerError, plain
 from kvtier_redis.settings import RedisSettings
 
 _PORT = 6379

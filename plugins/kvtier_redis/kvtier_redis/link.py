@@ -6,6 +6,7 @@ import re
 import select
 import socket
 import ssl
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ import hiredis
 from redis.connection import AbstractConnection
 
 from kvtier_core.errors import BackendError
-from kvtier_redis.deadline import Deadline
 
 #: The line before a payload is received with the payload's first bytes, which are then copied: so few at most.
 _AHEAD = 64
@@ -27,6 +27,24 @@ _LISTS = (b"*", b"~", b">", b"|")
 _TOO_MANY = re.compile(rb".[0-9]{8,}\r\n")
 _LONGEST_COUNT = 24
 _NOT_YET = object()
+
+
+class Deadline:
+    """When a call must have ended: ``seconds`` from now."""
+
+    def __init__(self, seconds: float):
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until then, more than 0. Raises BackendError when it has passed."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise BackendError("the call timed out")
+        return left
+
+    def share(self, among: int) -> Deadline:
+        """A deadline that leaves as much time for each of the others that have still to be served."""
+        return Deadline(self.left() / among)
 
 
 class ServerError(BackendError):

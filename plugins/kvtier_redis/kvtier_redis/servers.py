@@ -13,7 +13,7 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey
 from kvtier_redis.connecting import FAILURES, NO_RETRY, Address, Dialer, address_in, named
-from kvtier_redis.deadline import Deadline
+from kvtier_redis.link import Deadline
 from kvtier_redis.settings import RedisSettings
 
 

@@ -14,8 +14,7 @@ from kvtier_core.interfaces import Stored
 from kvtier_core.storekit import shared_space
 from kvtier_redis.account import Ledger, entry_of, remove_frame
 from kvtier_redis.client import Client
-from kvtier_redis.deadline import Deadline
-from kvtier_redis.link import Garbage, ServerError
+from kvtier_redis.link import Deadline, Garbage, ServerError
 from kvtier_redis.names import UNFINISHED, Found, Manifest, Names
 from kvtier_redis.settings import RedisSettings
 

@@ -10,9 +10,8 @@ from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.types import ChunkKey
 from kvtier_redis.account import Account, entry_of, remove_frame
 from kvtier_redis.client import Client, Outcomes
-from kvtier_redis.deadline import Deadline
 from kvtier_redis.frame_io import Transfer, send
-from kvtier_redis.link import Link, ServerError, command
+from kvtier_redis.link import Deadline, Link, ServerError, command
 from kvtier_redis.names import Manifest, frame_name
 
 

@@ -17,7 +17,7 @@ from kvtier_redis import account
 from kvtier_redis.account import Account, Ledger, entry_of
 from kvtier_redis.client import Client
 from kvtier_redis.config import RedisConfig
-from kvtier_redis.deadline import Deadline
+from kvtier_redis.link import Deadline
 from kvtier_redis.names import Manifest, Names, frame_name
 
 CAPACITY = 64 * NBYTES

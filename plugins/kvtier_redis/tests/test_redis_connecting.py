@@ -11,8 +11,7 @@ from servers.redis import one_server, tls_server
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_keys
-from kvtier_redis.deadline import Deadline
-from kvtier_redis.link import Link
+from kvtier_redis.link import Deadline, Link
 
 KEYS = make_keys(1)
 
