@@ -382,8 +382,8 @@ MUTANTS = (
     Mutant(
         "an-eviction-lists-all-frames",
         "plugins/kvtier_redis/kvtier_redis/account.py",
-        "SharedSpace(ledger, capacity, most_listed=_MOST_LISTED)",
-        "SharedSpace(ledger, capacity)",
+        "SharedSpace(self, capacity, most_listed=_MOST_LISTED)",
+        "SharedSpace(self, capacity)",
         "plugins/kvtier_redis/tests/test_redis_capacity.py"
         "::test_an_eviction_among_two_hundred_thousand_frames_lists_a_part_and_removes_few",
     ),

@@ -37,10 +37,10 @@ class Ledger:
     def __init__(self, client: Client, names: Names):
         self._client = client
         self._names = names
-        self._time = (
-            0.0,
-            -_TIME_IS_GOOD,
-        )  # the server's clock less ours that only goes forward, and when that was asked
+        self._taken, self._freed = names.of_space("taken"), names.of_space("freed")  # the counters of `Count`
+        self._frames = names.of_space("frames")  # a sorted set of all entries, by the time of their last write
+        self._evicting = names.of_space("evicting")  # the lock of the engine that makes room for all
+        self._time = 0.0, -_TIME_IS_GOOD  # the server's clock less our monotonic one, and when that was asked
         self._calls = threading.local()  # `SharedSpace` calls on the thread that called it, and knows no deadlines
 
     @contextlib.contextmanager
@@ -51,16 +51,16 @@ class Ledger:
 
     def enter(self, entries: Sequence[bytes]) -> None:
         """Enter frames as the newest. Count their bytes before."""
-        self._call("ZADD", self._names.ledger, *self._timed(entries))
+        self._call("ZADD", self._frames, *self._timed(entries))
 
     def renew(self, entries: Sequence[bytes]) -> int:
         """Make them the newest. Returns how many of them are there."""
-        renewed: int = self._call("ZADD", self._names.ledger, "XX", "CH", *self._timed(entries))
+        renewed: int = self._call("ZADD", self._frames, "XX", "CH", *self._timed(entries))
         return renewed
 
     def take_out(self, entry: bytes) -> bool:
         """Take an entry out. True if it was there: then the caller counts its bytes as freed."""
-        return bool(self._call("ZREM", self._names.ledger, entry))
+        return bool(self._call("ZREM", self._frames, entry))
 
     def entered_before(self, moment: float) -> list[bytes]:
         """The entries that are older, in seconds since 1970."""
@@ -70,8 +70,8 @@ class Ledger:
 
     def count(self, *, taken: int = 0, freed: int = 0) -> Count:
         """Two counters that are changed, and read, in one step."""
-        commands = [("INCRBY", self._names.taken, taken), ("INCRBY", self._names.freed, freed)]
-        counters = self._client.at_once(self._calls.deadline, self._names.ledger, commands)
+        commands = [("INCRBY", self._taken, taken), ("INCRBY", self._freed, freed)]
+        counters = self._client.at_once(self._calls.deadline, self._frames, commands)
         if not all(isinstance(counter, int) for counter in counters):
             raise Garbage("the account of the store is no number")
         return Count(*counters)
@@ -79,7 +79,7 @@ class Ledger:
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
         """The lock goes by itself when its holder is killed. An eviction that takes longer is merely not alone."""
-        name, token = self._names.evicting, secrets.token_hex(8)
+        name, token = self._evicting, secrets.token_hex(8)
         expiry = str(int(1000 * self._calls.deadline.left()) + 1)
         while self._call("SET", name, token, "NX", "PX", expiry) is None:
             time.sleep(min(_POLL, self._calls.deadline.left()))
@@ -105,7 +105,7 @@ class Ledger:
         is_last = False
         while not is_last:
             limit = _PAGE + len(seen)
-            words = "ZRANGEBYSCORE", self._names.ledger, since, until, "WITHSCORES", "LIMIT", 0, limit
+            words = "ZRANGEBYSCORE", self._frames, since, until, "WITHSCORES", "LIMIT", 0, limit
             answer = self._call(*words)
             if not isinstance(answer, list) or len(answer) % 2:
                 raise Garbage("the ledger of the store is no list")
@@ -139,42 +139,38 @@ class Ledger:
         return [word for entry in entries for word in (now, entry)]
 
     def _call(self, *words: bytes | str | int) -> Any:
-        return self._client.call(self._calls.deadline, self._names.ledger, *words)
+        return self._client.call(self._calls.deadline, self._frames, *words)
 
 
-class Account:
-    """The bytes that this engine writes or deletes. Raises BackendError. Used between `until` and its end."""
+class Account(Ledger):
+    """The bytes that this engine writes or deletes, in the ledger of all."""
 
-    def __init__(self, ledger: Ledger, capacity: int):
-        self._ledger = ledger
-        self._space = SharedSpace(ledger, capacity, most_listed=_MOST_LISTED)
-
-    def until(self, deadline: Deadline) -> contextlib.AbstractContextManager[None]:
-        """Calls of this thread in the context end by then."""
-        return self._ledger.until(deadline)
+    def __init__(self, client: Client, names: Names, capacity: int):
+        super().__init__(client, names)
+        self._space = SharedSpace(self, capacity, most_listed=_MOST_LISTED)
 
     def take(self, entries: Sequence[bytes]) -> None:
         """Count and enter frames that are about to be written. Raises StoreFull if there is no room for all."""
         if entries:
             self._space.take(sum(map(nbytes_in, entries)))
-            self._ledger.enter(entries)
+            self.enter(entries)
 
     def keep(self, entries: Sequence[bytes]) -> Sequence[bytes]:
         """Frames were written, and are now the newest. Returns those that were evicted or replaced meanwhile.
 
         These are counted and entered again: the caller removes them, and gives them back when they are gone.
         """
-        if not entries or self._ledger.renew(entries) == len(entries):
+        if not entries or self.renew(entries) == len(entries):
             return []
-        lost = [entry for entry in entries if not self._ledger.renew([entry])]
+        lost = [entry for entry in entries if not self.renew([entry])]
         if lost:
-            self._ledger.count(taken=sum(map(nbytes_in, lost)))
-            self._ledger.enter(lost)
+            self.count(taken=sum(map(nbytes_in, lost)))
+            self.enter(lost)
         return lost
 
     def give(self, entry: bytes) -> None:
         """A frame was not written, or was removed or replaced."""
-        if self._ledger.take_out(entry):
+        if self.take_out(entry):
             self._space.give(nbytes_in(entry))
 
 

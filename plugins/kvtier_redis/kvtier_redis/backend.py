@@ -9,7 +9,7 @@ from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext, SupportsNamespaces
 from kvtier_core.storekit.namespaces import namespace_of
 from kvtier_core.types import ChunkKey, Namespace
-from kvtier_redis.account import Account, Ledger, entry_of
+from kvtier_redis.account import Account, entry_of
 from kvtier_redis.client import Client, Outcomes, unless_all_failed
 from kvtier_redis.frame_io import Transfer, receive
 from kvtier_redis.link import Deadline, Garbage, Link, ServerError, command
@@ -34,7 +34,7 @@ class RedisBackend(Backend, SupportsNamespaces):
         self._home = self._names.home(ctx.namespace)
         self._expiry = Expiry.of(settings.ttl, ctx.timeout)
         self._client = Client(settings)
-        self._account = Account(Ledger(self._client, self._names), ctx.capacity) if ctx.capacity else None
+        self._account = Account(self._client, self._names, ctx.capacity) if ctx.capacity else None
         self._trouble = ""  # with which it was opened
         try:
             self._tell_namespace()

@@ -60,16 +60,11 @@ class Manifest:
         """Name, begin and end of each part of the frame that is called ``name``."""
         for number in range(self.count):
             begin = number * self.part
-            yield part_name(name, self.write, number), begin, min(begin + self.part, self.nbytes)
+            yield b"%b:%b:%d" % (name, self.write.encode(), number), begin, min(begin + self.part, self.nbytes)
 
     def part_names(self, name: bytes) -> list[bytes]:
         """The names of all parts."""
         return [part for part, _, _ in self.parts(name)]
-
-
-def part_name(name: bytes, write: str, number: int) -> bytes:
-    """The name of one part of a frame."""
-    return b"%b:%b:%d" % (name, write.encode(), number)
 
 
 @attrs.frozen
@@ -87,25 +82,9 @@ class Names:
         """A hash with the facts of all namespaces, by their digests."""
         return f"{self.prefix}:namespaces".encode()
 
-    @property
-    def taken(self) -> bytes:
-        """Where the bytes that were ever taken for frames are counted, if there is a capacity."""
-        return f"{self.prefix}:{{space}}:taken".encode()
-
-    @property
-    def freed(self) -> bytes:
-        """Where the bytes that are free again are counted."""
-        return f"{self.prefix}:{{space}}:freed".encode()
-
-    @property
-    def ledger(self) -> bytes:
-        """A sorted set of all frames, by the time of their last write, if there is a capacity."""
-        return f"{self.prefix}:{{space}}:frames".encode()
-
-    @property
-    def evicting(self) -> bytes:
-        """The lock of the engine that makes room for all."""
-        return f"{self.prefix}:{{space}}:evicting".encode()
+    def of_space(self, what: str) -> bytes:
+        """A name in the account of a capacity. All of these are on one node."""
+        return f"{self.prefix}:{{space}}:{what}".encode()
 
     def is_frame(self, name: bytes) -> bool:
         """Is a manifest called so?"""

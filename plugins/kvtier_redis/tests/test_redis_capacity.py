@@ -171,7 +171,7 @@ def test_a_frame_that_cannot_fit(server, open_tier):
 def test_what_a_killed_engine_left_goes_with_the_oldest(server, open_tier):
     """It had entered frames, counted them and stored parts of them, when it was killed."""
     client = Client(RedisConfig(url=server.url))
-    dead = Account(Ledger(client, Names("kvtier")), CAPACITY)
+    dead = Account(client, Names("kvtier"), CAPACITY)
     left = [(frame_name("kvtier:0123456789abcdef:", key), Manifest.new(NBYTES, PART)) for key in make_keys(32)]
     with dead.until(Deadline(5)):
         dead.take([entry_of(*each) for each in left])
