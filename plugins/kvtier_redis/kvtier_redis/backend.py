@@ -15,7 +15,7 @@ from kvtier_redis.frame_io import Transfer, receive
 from kvtier_redis.link import Deadline, Garbage, Link, ServerError, command
 from kvtier_redis.names import Manifest, Names, frame_name, get_all
 from kvtier_redis.settings import RedisSettings
-from kvtier_redis.writing import Expiry, Write
+from kvtier_redis.writing import Write
 
 #: A server that answers so is up, and not for this user, this database or this client: no engine starts with that.
 _WRONG_SETTINGS = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}
@@ -32,7 +32,6 @@ class RedisBackend(Backend, SupportsNamespaces):
         self._namespace = ctx.namespace
         self._names = Names(settings.prefix)
         self._home = self._names.home(ctx.namespace)
-        self._expiry = Expiry.of(settings.ttl, ctx.timeout)
         self._client = Client(settings)
         self._account = Account(self._client, self._names, ctx.capacity) if ctx.capacity else None
         self._trouble = ""  # with which it was opened
@@ -75,7 +74,7 @@ class RedisBackend(Backend, SupportsNamespaces):
         return unless_all_failed(self._client.serve(Deadline(self._timeout), keys, fetch))
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None]:
-        write = Write(self._home, keys, frames, self._settings.part, self._expiry)
+        write = Write(self._home, keys, frames, self._settings, self._timeout)
         try:
             outcomes = unless_all_failed(self._write(keys, write, Deadline(self._timeout)))
         except BackendError as error:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import attrs
-
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.types import ChunkKey
 from kvtier_redis.account import Account, entry_of, remove_frame
@@ -13,35 +11,24 @@ from kvtier_redis.client import Client, Outcomes
 from kvtier_redis.frame_io import Transfer, send
 from kvtier_redis.link import Deadline, Link, ServerError, command
 from kvtier_redis.names import Manifest, frame_name
-
-
-@attrs.frozen
-class Expiry:
-    """After how many milliseconds the values of a frame go by themselves; none: never.
-
-    Parts live a little longer than the manifest that names them: they are written before it, and read after it.
-    """
-
-    manifest: tuple[bytes, ...] = ()
-    parts: tuple[bytes, ...] = ()
-
-    @classmethod
-    def of(cls, ttl: float | None, timeout: float) -> Expiry:
-        """For frames that live ``ttl`` seconds, and calls that take ``timeout``."""
-        if ttl is None:
-            return cls()
-        return cls((b"PX", b"%d" % (ttl * 1000)), (b"PX", b"%d" % ((ttl + 2 * timeout) * 1000)))
+from kvtier_redis.settings import RedisSettings
 
 
 class Write:
     """Frames on their way to the servers."""
 
-    def __init__(self, home: str, keys: Sequence[ChunkKey], frames: Sequence[memoryview], part: int, expiry: Expiry):
-        self._expiry = expiry
+    def __init__(
+        self, home: str, keys: Sequence[ChunkKey], frames: Sequence[memoryview], settings: RedisSettings, timeout: float
+    ):
+        """``timeout`` is that of the call, in seconds."""
+        ttl = settings.ttl
+        self._expiry = _expiry(ttl)
+        # Parts live a little longer than the manifest that names them: they are written before it, and read after it.
+        self._expiry_of_parts = _expiry(ttl and ttl + 2 * timeout)
         self._replaced: dict[int, Manifest | None] = {}
         self._removed: list[bytes] = []  # entries of replaced frames whose parts the server has unlinked
         self._transfers = [
-            Transfer(frame_name(home, key), Manifest.new(len(frame), part), memoryview(frame).cast("B"))
+            Transfer(frame_name(home, key), Manifest.new(len(frame), settings.part), memoryview(frame).cast("B"))
             for key, frame in zip(keys, frames, strict=True)
         ]
 
@@ -55,7 +42,7 @@ class Write:
         here = {number: self._transfers[number] for number in numbers}
         for transfer in here.values():
             transfer.begin()
-        send(link, list(here.values()), self._expiry.parts)
+        send(link, list(here.values()), self._expiry_of_parts)
         for number in [number for number, transfer in here.items() if not transfer.whole]:
             outcomes[number] = _error(here[number].error, here.pop(number))
         for number, answer in zip(here, self._publish(link, list(here.values())), strict=True):
@@ -89,7 +76,7 @@ class Write:
         return answers
 
     def _manifest(self, transfer: Transfer, *words: bytes) -> bytes:
-        return command(b"SET", transfer.name, transfer.manifest.encode(), *words, *self._expiry.manifest)
+        return command(b"SET", transfer.name, transfer.manifest.encode(), *words, *self._expiry)
 
     def _clean_up(self, link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
         """Unlink the parts of what was replaced, and of what could not be stored."""
@@ -106,6 +93,11 @@ class Write:
                 transfer.left = 0
             elif not isinstance(answer, ServerError):
                 self._removed.append(entry_of(transfer.name, manifest))
+
+
+def _expiry(seconds: float | None) -> list[bytes]:
+    """The words of SET after which a value goes by itself."""
+    return [] if seconds is None else [b"PX", b"%d" % (seconds * 1000)]
 
 
 def _error(error: ServerError | None, transfer: Transfer) -> BackendError | None:
