@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import attrs
@@ -25,12 +25,10 @@ class RedisConfig(RedisSettings, BackendConfig):
 
         return RedisBackend(self, ctx)
 
-    @contextlib.contextmanager
-    def walk(self) -> Iterator[Iterator[Stored]]:
+    def walk(self) -> AbstractContextManager[Iterator[Stored]]:
         from kvtier_redis.walk import everything
 
-        with everything(self) as found:
-            yield found
+        return everything(self)
 
     def recount(self, capacity: Nbytes) -> None:
         from kvtier_redis.walk import recount

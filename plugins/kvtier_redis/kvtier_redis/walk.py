@@ -25,17 +25,13 @@ _COUNT = 1000  # names that a server looks at in one call
 @contextlib.contextmanager
 def everything(settings: RedisSettings) -> Iterator[Iterator[Stored]]:
     """All frames, and all parts that no manifest names and no writer can still need. Raises BackendError."""
-    client = Client(settings)
-    try:
+    with contextlib.closing(Client(settings)) as client:
         yield _Walk(client, Names(settings.prefix)).stored()
-    finally:
-        client.close()
 
 
 def recount(settings: RedisSettings) -> None:
     """Make the ledger name the frames that are there, and the account their bytes. Raises BackendError."""
-    client = Client(settings)
-    try:
+    with contextlib.closing(Client(settings)) as client:
         walk = _Walk(client, Names(settings.prefix))
         with walk.ledger() as ledger:
             before = ledger.now() - UNFINISHED
@@ -47,8 +43,6 @@ def recount(settings: RedisSettings) -> None:
             for entry in set(ledger.entered_before(before)) - there:
                 ledger.take_out(entry)
             shared_space.recount(ledger)
-    finally:
-        client.close()
 
 
 @attrs.frozen
@@ -131,7 +125,7 @@ class _Walk:
             home=None,
             key=None,
             read=lambda offset, count: self.range(name, offset, offset + count),
-            remove=lambda: self.unlink(name),
+            remove=lambda: self.call(name, "UNLINK", name),
         )
 
     def read(self, name: bytes, manifest: Manifest, offset: int, nbytes: int) -> bytes:
@@ -161,9 +155,6 @@ class _Walk:
                 ledger.count(freed=manifest.nbytes)
         if not is_there:
             raise Gone(f"{name.decode()}: replaced or removed meanwhile")
-
-    def unlink(self, name: bytes) -> None:
-        self.call(name, "UNLINK", name)
 
 
 def _page(answer: Any) -> tuple[bytes, list[bytes]]:

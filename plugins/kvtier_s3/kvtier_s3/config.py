@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import attrs
@@ -25,12 +25,10 @@ class S3Config(S3Settings, BackendConfig):
 
         return open_backend(self, ctx)
 
-    @contextlib.contextmanager
-    def walk(self) -> Iterator[Iterator[Stored]]:
+    def walk(self) -> AbstractContextManager[Iterator[Stored]]:
         from kvtier_s3.walk import everything_in
 
-        with everything_in(self) as found:
-            yield found
+        return everything_in(self)
 
     def recount(self, capacity: Nbytes) -> None:
         from kvtier_s3.walk import recount_bucket

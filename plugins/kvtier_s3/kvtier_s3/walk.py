@@ -26,20 +26,15 @@ _RECOUNT_SECONDS = Seconds(300)
 def everything_in(settings: S3Settings) -> Iterator[Iterator[Stored]]:
     """Everything where only frames should be, of every namespace. Raises BackendError."""
     bucket, _ = connect(settings, _SECONDS)
-    try:
+    with contextlib.closing(bucket.calls):
         yield _walk(bucket, settings.prefix)
-    finally:
-        bucket.calls.close()
 
 
 def recount_bucket(settings: S3Settings) -> None:
     """Make the account of the capacity say what lies in the bucket now. Raises BackendError."""
     bucket, _ = connect(settings, _SECONDS)
-    try:
-        with bucket.calls.within(_RECOUNT_SECONDS):
-            recount(BucketSpace(bucket, settings.prefix))
-    finally:
-        bucket.calls.close()
+    with contextlib.closing(bucket.calls), bucket.calls.within(_RECOUNT_SECONDS):
+        recount(BucketSpace(bucket, settings.prefix))
 
 
 def _walk(bucket: Bucket, prefix: str) -> Iterator[Stored]:
