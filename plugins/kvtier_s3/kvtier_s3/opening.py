@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+import attrs
+import boto3
+from botocore.exceptions import BotoCoreError
+from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
@@ -14,7 +21,6 @@ from kvtier_core.interfaces import OpenContext
 from kvtier_core.storekit.namespaces import FACTS_NBYTES
 from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import Seconds
-from kvtier_s3.account import Account
 from kvtier_s3.backend import S3Backend
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.calls import Calls
@@ -27,11 +33,54 @@ from kvtier_s3.writes import Writer
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
+_REGION = "us-east-1"
+#: Credentials that boto3 returns are good for ten minutes at least; it refreshes them in time if it is asked.
+_ASK_AGAIN = timedelta(minutes=5)
 #: Attempts after the first one, after pauses that are random and ever longer.
 _RETRIES: RetryConfig = {
     "max_retries": 4,
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
 }
+
+
+@attrs.frozen
+class _Session:
+    """Who asks, and where the store is, as boto3 finds it in the environment, the profile and the role."""
+
+    url: str  #: ``https://HOST:PORT``
+    region: str
+    of_aws: bool  #: no other endpoint was named, here or in the environment
+    credentials: Boto3CredentialProvider = attrs.field(repr=False)
+    ca: Path | None  #: certificates to trust, besides the system's
+
+    @classmethod
+    def find(cls, settings: S3Settings) -> _Session:
+        """Raises BackendError if there are no credentials, or if what is configured cannot be used."""
+        try:
+            session = boto3.Session(profile_name=settings.profile)
+            region = settings.region or session.region_name or _REGION
+            client = session.client("s3", region_name=region, endpoint_url=settings.endpoint)
+            url = client.meta.endpoint_url
+            client.close()
+            bundle = settings.ca or session._session.get_config_variable("ca_bundle")
+            if session.get_credentials() is None:
+                raise BackendError(
+                    "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role"
+                )
+            credentials = Boto3CredentialProvider(session, ttl=_ASK_AGAIN)
+        except (BotoCoreError, ValueError) as error:
+            raise BackendError(f"the AWS configuration cannot be used: {type(error).__name__}") from None
+        return cls(_plain(url), region, ".amazonaws.com" in url, credentials, bundle and Path(bundle))
+
+    @property
+    def protects_bytes(self) -> bool:
+        """Does TLS protect what is sent, or does it not leave this machine?"""
+        return self.url.startswith("https:") or _is_this_machine(urlsplit(self.url).hostname or "")
+
+    def url_of(self, bucket: str) -> str:
+        """Where the bucket is, if it is named in the host."""
+        scheme, _, host = self.url.partition("://")
+        return f"{scheme}://{bucket}.{host}"
 
 
 def open_backend(settings: S3Settings, ctx: OpenContext) -> S3Backend:
@@ -58,14 +107,14 @@ def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, s
 
     ``timeout`` is that of one request, with its repetitions.
     """
-    account = Account.find(profile=settings.profile, region=settings.region, endpoint=settings.endpoint, ca=settings.ca)
+    session = _Session.find(settings)
     by_host = settings.addressing == "virtual" or (
-        settings.addressing == "auto" and account.of_aws and "." not in settings.bucket
+        settings.addressing == "auto" and session.of_aws and "." not in settings.bucket
     )
-    unsigned = settings.unsigned == "on" or (settings.unsigned == "auto" and account.protects_bytes)
-    url = account.url_of(settings.bucket) if by_host else account.url
+    unsigned = settings.unsigned == "on" or (settings.unsigned == "auto" and session.protects_bytes)
+    url = session.url_of(settings.bucket) if by_host else session.url
     # Settings that obstore would take from the environment are named here, where it would decide otherwise than boto3.
-    how: S3Config = {"region": account.region, "endpoint": url, "aws_endpoint_url_s3": url, "conditional_put": "etag"}
+    how: S3Config = {"region": session.region, "endpoint": url, "aws_endpoint_url_s3": url, "conditional_put": "etag"}
     how |= {"virtual_hosted_style_request": by_host, "unsigned_payload": unsigned, "skip_signature": False}
     how |= {"disable_bulk_delete": True, **_encryption(settings)}
     limit = timedelta(seconds=timeout)
@@ -73,12 +122,12 @@ def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, s
         store = S3Store(
             settings.bucket,
             config=how,
-            credential_provider=account.credentials,
-            client_options=_client_options(account, limit),
+            credential_provider=session.credentials,
+            client_options=_client_options(session, limit),
             retry_config={**_RETRIES, "retry_timeout": limit},
         )
     except (BaseError, OSError, ValueError):
-        what = f"{account.ca}: no certificates" if account.ca is not None else "obstore refuses these settings"
+        what = f"{session.ca}: no certificates" if session.ca is not None else "obstore refuses these settings"
         raise BackendError(f"s3://{settings.bucket}: {what}") from None
     facts = {
         "addressing": f"{settings.addressing} -> {'virtual' if by_host else 'path'}",
@@ -87,9 +136,9 @@ def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, s
     return Bucket(settings.bucket, Calls(f"s3://{settings.bucket}", settings.requests), store), facts
 
 
-def _client_options(account: Account, limit: timedelta) -> ClientConfig:
-    trusted: ClientConfig = {} if account.ca is None else {"root_certificate": account.ca.read_bytes()}
-    return {"allow_http": account.url.startswith("http:"), "timeout": limit, "connect_timeout": limit, **trusted}
+def _client_options(session: _Session, limit: timedelta) -> ClientConfig:
+    trusted: ClientConfig = {} if session.ca is None else {"root_certificate": session.ca.read_bytes()}
+    return {"allow_http": session.url.startswith("http:"), "timeout": limit, "connect_timeout": limit, **trusted}
 
 
 def _encryption(settings: S3Settings) -> S3Config:
@@ -123,3 +172,17 @@ def _space(bucket: Bucket, prefix: str, capacity: int) -> BucketSpace:
         )
         raise ConfigError([Problem("", "$.capacity", why, "leave it out, and let the store expire objects")])
     return BucketSpace(bucket, prefix, ahead=capacity // 64)
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _plain(url: str) -> str:
+    parts = urlsplit(url)
+    if not parts.hostname or parts.path.strip("/") or parts.username or parts.scheme not in ("http", "https"):
+        raise BackendError("the endpoint is not https://HOST:PORT")
+    return f"{parts.scheme}://{parts.netloc}"
