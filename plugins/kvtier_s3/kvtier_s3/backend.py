@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, SupportsNamespaces
-from kvtier_core.storekit.namespaces import FACTS, FACTS_NBYTES, is_home, namespace_of
+from kvtier_core.storekit.namespaces import FACTS, FACTS_NBYTES, namespace_of
 from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey, Namespace
 from kvtier_s3.bucket import Bucket
-from kvtier_s3.errors import raise_if_store_is_down
+from kvtier_s3.errors import Absent, Conflict, raise_if_store_is_down
 from kvtier_s3.names import Names
-from kvtier_s3.reads import read_objects
 from kvtier_s3.writes import Write, Writer
 
 _MOST_NAMESPACES = 64  # whose facts are read
@@ -47,9 +47,14 @@ class S3Backend(Backend, SupportsNamespaces):
             return [nbytes > 0 for nbytes in self._lengths(keys)]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
+        names = [self._names.frame(key) for key in keys]
+
+        async def read(name: str, view: memoryview) -> int:
+            return await _read(self._bucket, name, view, self._part)
+
         with self._bucket.calls.within(self._timeout):
-            outcomes = read_objects(self._bucket, [self._names.frame(key) for key in keys], into, self._part)
-        raise_if_store_is_down(each if isinstance(each, BackendError) else None for each in outcomes)
+            outcomes = self._bucket.calls.at_once(read, names, into)
+        raise_if_store_is_down(outcomes)
         return outcomes
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> Sequence[BackendError | None] | None:
@@ -78,8 +83,7 @@ class S3Backend(Backend, SupportsNamespaces):
     def namespaces(self) -> Iterator[Namespace]:
         bucket, prefix = self._bucket, self._names.prefix
         with bucket.calls.within(self._timeout):
-            homes = [name for name in bucket.folders(prefix) if is_home(name) and name != self._names.home]
-            homes = homes[:_MOST_NAMESPACES]
+            homes = [home for home in bucket.homes(prefix) if home != self._names.home][:_MOST_NAMESPACES]
             names = [f"{prefix}/{home}/{FACTS}" for home in homes]
             answers = bucket.calls.at_once(bucket.get, names, [FACTS_NBYTES] * len(names))
         read = [(home, each) for home, each in zip(homes, answers, strict=True) if not isinstance(each, BackendError)]
@@ -104,7 +108,7 @@ class S3Backend(Backend, SupportsNamespaces):
     def _lengths(self, keys: Sequence[ChunkKey]) -> list[int]:
         """The bytes of each key's frame; 0 if there is none, or if the store cannot tell. Raises BackendError."""
         answers = self._bucket.calls.at_once(self._bucket.head, [self._names.frame(key) for key in keys])
-        raise_if_store_is_down(each if isinstance(each, BackendError) else None for each in answers)
+        raise_if_store_is_down(answers)
         return [0 if isinstance(each, BackendError) else each.nbytes for each in answers]
 
     def _write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> list[Write]:
@@ -115,3 +119,37 @@ class S3Backend(Backend, SupportsNamespaces):
         writes = self._writer.write(keys, frames)  # raises only if the process ends: then the bytes stay taken
         self._space.give(taken - sum(each.growth for each in writes))
         return writes
+
+
+async def _read(bucket: Bucket, name: str, view: memoryview, part: int) -> int:
+    """The bytes of an object; 0 if there is none or if it is longer than its view. Raises BackendError.
+
+    One that may be longer than ``part`` is read in ranges of that length, of one version.
+    """
+    try:
+        return await _read_version(bucket, name, view, part)
+    except (Absent, Conflict):  # deleted, replaced, or shorter than it was
+        return 0
+
+
+async def _read_version(bucket: Bucket, name: str, view: memoryview, part: int) -> int:
+    first = await bucket.get(name, len(view), nbytes=part if len(view) > part else None)
+    if not first.body:
+        return 0
+    view[: len(first.body)] = first.body
+    begins = range(len(first.body), first.nbytes, part)
+    if begins and (len(first.body) != part or not first.etag):
+        raise BackendError(f"{bucket.where}/{name}: the store does not return the range that it was asked for")
+
+    async def read_range(begin: int) -> None:
+        nbytes = min(part, first.nbytes - begin)
+        more = await bucket.get(name, len(view), begin=begin, nbytes=nbytes, etag=first.etag)
+        if more.nbytes != first.nbytes or len(more.body) != nbytes:
+            raise BackendError(f"{bucket.where}/{name}: the store does not return the range that it was asked for")
+        view[begin : begin + nbytes] = more.body
+
+    # All are waited for, whatever becomes of one: nothing may be written into the view afterwards.
+    for failure in await asyncio.gather(*map(read_range, begins), return_exceptions=True):
+        if failure is not None:
+            raise failure
+    return first.nbytes

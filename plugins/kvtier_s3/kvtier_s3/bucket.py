@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from kvtier_core.errors import BackendError
+from kvtier_core.storekit.namespaces import is_home
 from kvtier_s3.calls import Calls
-from kvtier_s3.copies import Copies
 from kvtier_s3.errors import Absent, error_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _DIGITS = "0123456789abcdef"
 _PAGE = 1000  # names in one answer, of a listing
-_KEPT = 16  # buffers, as many as a tier's threads use at a time
+_KEPT = 16  # buffers between two requests, as many as a tier's threads use at a time
 
 
 @attrs.frozen
@@ -47,6 +48,33 @@ class Found:
     meta: Mapping[str, str]
 
 
+class _Copies:
+    """Copies of request bodies, in memory that is used again: the pages of fresh memory cost more than the copy.
+
+    A request that is given up may be sent from its buffer for a moment longer, so it never gets the arena's memory.
+
+    All methods may be called on any thread.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[bytearray] = deque(maxlen=_KEPT)
+
+    @contextlib.contextmanager
+    def of(self, body: bytes | memoryview) -> Iterator[bytearray]:
+        """A copy for one request. It is used again if the request was answered well, and dropped if anything failed."""
+        copy = self._taken(len(body))
+        copy[:] = body
+        yield copy
+        self._free.append(copy)
+
+    def _taken(self, nbytes: int) -> bytearray:
+        with contextlib.suppress(IndexError):
+            buffer = self._free.pop()
+            if len(buffer) == nbytes:
+                return buffer
+        return bytearray(nbytes)
+
+
 @attrs.frozen
 class Bucket:
     """Asks a store. Coroutines run in `Calls.at_once`; other methods may be called on any thread.
@@ -54,15 +82,10 @@ class Bucket:
     All raise BackendError: Absent where there is no such object, Conflict where a condition does not hold.
     """
 
-    name: str
+    where: str  #: for people: ``s3://NAME``
     calls: Calls
     _store: S3Store = attrs.field(repr=False)
-    _copies: Copies = attrs.field(factory=lambda: Copies(_KEPT), init=False, eq=False, repr=False)
-
-    @property
-    def where(self) -> str:
-        """For people."""
-        return f"s3://{self.name}"
+    _copies: _Copies = attrs.field(factory=_Copies, init=False, eq=False, repr=False)
 
     async def head(self, name: str) -> Found:
         """Look at an object."""
@@ -155,14 +178,14 @@ class Bucket:
             return listed
         return [*listed, *(await self._list(folder, f"{folder}/{digit}", start, most - len(listed)))]
 
-    def folders(self, prefix: str) -> Sequence[str]:
-        """The names of the folders in this one."""
-        return self.calls.one(self._folders, prefix)
+    def homes(self, prefix: str) -> Sequence[str]:
+        """The names of the folders of namespaces in this one."""
+        return self.calls.one(self._homes, prefix)
 
-    async def _folders(self, prefix: str) -> Sequence[str]:
+    async def _homes(self, prefix: str) -> Sequence[str]:
         async with self._asking():
             found = await obstore.list_with_delimiter_async(self._store, prefix)
-        return [name.removeprefix(f"{prefix}/") for name in found["common_prefixes"]]
+        return [name for each in found["common_prefixes"] if is_home(name := each.removeprefix(f"{prefix}/"))]
 
     async def _list(self, folder: str, after: str, last: str, most: float = math.inf) -> Sequence[Listed]:
         listed: list[Listed] = []

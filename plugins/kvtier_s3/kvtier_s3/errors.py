@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from obstore.exceptions import InvalidPathError, UnauthenticatedError
 
@@ -87,9 +87,8 @@ def _refusal(status: int, code: str, where: str, nbytes: int) -> BackendError:
     return Unanswered(said) if status >= 500 else StoreDown(said)
 
 
-def raise_if_store_is_down(failures: Iterable[BackendError | None]) -> None:
+def raise_if_store_is_down(outcomes: Sequence[object]) -> None:
     """Raise if every key failed, and none for a reason of its own."""
-    outcomes = list(failures)
-    down = [failure for failure in outcomes if isinstance(failure, StoreDown)]
+    down = [outcome for outcome in outcomes if isinstance(outcome, StoreDown)]
     if down and len(down) == len(outcomes):
         raise down[0]

@@ -39,17 +39,9 @@ class Names:
         return f"{self.folder}{digits[:2]}/{digits}.kv"
 
 
-@attrs.frozen
-class Place:
-    """The content of a frame's name."""
-
-    home: str
-    key: ChunkKey
-
-
-def place_of(prefix: str, name: str, nbytes: int) -> Place | None:
-    """The home and key of the frame in an object of this name and length; None if it cannot be a frame."""
+def parsed(prefix: str, name: str, nbytes: int) -> tuple[bytes, ChunkKey] | None:
+    """The first bytes of the namespace's digest and the key, of an object's name; None if it cannot be a frame."""
     found = _FRAME.fullmatch(name.removeprefix(f"{prefix}/"))
     if found is None or not nbytes or nbytes % FRAME_ALIGNMENT:
         return None
-    return Place(found[1], ChunkKey(bytes.fromhex(found[3])))
+    return bytes.fromhex(found[1]), ChunkKey(bytes.fromhex(found[3]))

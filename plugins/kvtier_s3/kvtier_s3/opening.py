@@ -107,7 +107,7 @@ def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, s
 
     ``timeout`` is that of one request, with its repetitions.
     """
-    session = _Session.find(settings)
+    session, where = _Session.find(settings), f"s3://{settings.bucket}"
     by_host = settings.addressing == "virtual" or (
         settings.addressing == "auto" and session.of_aws and "." not in settings.bucket
     )
@@ -128,12 +128,12 @@ def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, s
         )
     except (BaseError, OSError, ValueError):
         what = f"{session.ca}: no certificates" if session.ca is not None else "obstore refuses these settings"
-        raise BackendError(f"s3://{settings.bucket}: {what}") from None
+        raise BackendError(f"{where}: {what}") from None
     facts = {
         "addressing": f"{settings.addressing} -> {'virtual' if by_host else 'path'}",
         "unsigned": f"{settings.unsigned} -> {'on' if unsigned else 'off'}",
     }
-    return Bucket(settings.bucket, Calls(f"s3://{settings.bucket}", settings.requests), store), facts
+    return Bucket(where, Calls(where, settings.requests), store), facts
 
 
 def _client_options(session: _Session, limit: timedelta) -> ClientConfig:

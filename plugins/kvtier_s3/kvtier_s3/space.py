@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.namespaces import is_home
 from kvtier_core.storekit.shared_space import Count
 from kvtier_s3.bucket import Bucket, Found, Listed
 from kvtier_s3.errors import Conflict
-from kvtier_s3.names import place_of
+from kvtier_s3.names import parsed
 
 #: Bytes that an engine takes from the account at a time, so that not every write costs two requests.
 QUANTUM = 256 << 20
@@ -134,8 +133,8 @@ class BucketSpace:
 
 def frames_in(bucket: Bucket, prefix: str) -> Iterator[Listed]:
     """Every frame of every namespace, in no order. Raises BackendError."""
-    for folder in _folders(bucket, prefix):
-        yield from _frames(prefix, bucket.list(folder))
+    for home in bucket.homes(prefix):
+        yield from _frames(prefix, bucket.list(f"{prefix}/{home}"))
 
 
 def sample_of(bucket: Bucket, prefix: str, most: int) -> tuple[list[Listed], bool]:
@@ -143,7 +142,7 @@ def sample_of(bucket: Bucket, prefix: str, most: int) -> tuple[list[Listed], boo
 
     Raises BackendError.
     """
-    folders = _folders(bucket, prefix)
+    folders = [f"{prefix}/{home}" for home in bucket.homes(prefix)]
     frames: dict[str, list[Listed]] = {}
     whole: dict[str, bool] = {}
 
@@ -159,12 +158,8 @@ def sample_of(bucket: Bucket, prefix: str, most: int) -> tuple[list[Listed], boo
     return list(itertools.chain.from_iterable(frames.values())), all(whole.values())
 
 
-def _folders(bucket: Bucket, prefix: str) -> list[str]:
-    return [f"{prefix}/{home}" for home in bucket.folders(prefix) if is_home(home)]
-
-
 def _frames(prefix: str, listed: Iterable[Listed]) -> Iterator[Listed]:
-    return (each for each in listed if place_of(prefix, each.name, each.nbytes))
+    return (each for each in listed if parsed(prefix, each.name, each.nbytes))
 
 
 def conditions_hold(bucket: Bucket, prefix: str) -> bool:

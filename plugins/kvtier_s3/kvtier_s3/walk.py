@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 from kvtier_core.errors import Gone
 from kvtier_core.interfaces import Stored
-from kvtier_core.storekit.namespaces import FACTS, is_home
+from kvtier_core.storekit.namespaces import FACTS
 from kvtier_core.storekit.shared_space import recount
 from kvtier_core.types import Seconds
 from kvtier_s3.bucket import Bucket, Listed
 from kvtier_s3.errors import Absent, Conflict
-from kvtier_s3.names import place_of
+from kvtier_s3.names import parsed
 from kvtier_s3.opening import connect
 from kvtier_s3.settings import S3Settings
 from kvtier_s3.space import BucketSpace
@@ -39,7 +39,7 @@ def recount_bucket(settings: S3Settings) -> None:
 
 def _walk(bucket: Bucket, prefix: str) -> Iterator[Stored]:
     with bucket.calls.within(_SECONDS):
-        homes = [home for home in bucket.folders(prefix) if is_home(home)]
+        homes = bucket.homes(prefix)
     for home in homes:
         for each in bucket.list(f"{prefix}/{home}"):
             if each.name != f"{prefix}/{home}/{FACTS}":
@@ -47,12 +47,12 @@ def _walk(bucket: Bucket, prefix: str) -> Iterator[Stored]:
 
 
 def _stored(bucket: Bucket, prefix: str, listed: Listed) -> Stored:
-    place = place_of(prefix, listed.name, listed.nbytes)
+    home, key = parsed(prefix, listed.name, listed.nbytes) or (None, None)
     return Stored(
         where=f"{bucket.where}/{listed.name}",
         nbytes=listed.nbytes,
-        home=bytes.fromhex(place.home) if place else None,
-        key=place.key if place else None,
+        home=home,
+        key=key,
         read=functools.partial(_read, bucket, listed),
         remove=functools.partial(_remove, bucket, listed),
     )
