@@ -33,7 +33,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Serializer
 from kvtier_core.layouts import ChunkLayout
 from kvtier_lossy import rans
-from kvtier_lossy.coding import HEADER, MAGIC, check_header, halves_of
+from kvtier_lossy.coding import HEADER, MAGIC, check_header, of_payload
 from kvtier_lossy.halves import BLOCKS, CHANNELS, HEADS, LEAST, TOKENS, Floats, Half, Raw, floats, put, refusal
 
 _GREATEST = 127  #: integer of an anchor
@@ -73,7 +73,6 @@ class Cachegen(Serializer):
             if each[0].length(BLOCKS) * each[0].length(TOKENS) == 1:
                 raise refusal(name, "a frame has one token")
         self._name = name
-        self._halves = halves
         self._forms = {nbytes: _Form(each, anchors) for nbytes, each in halves.items()}
         layers = 1 + max(half.depth for each in halves.values() for half in each)
         self._levels_of_thirds = [levels, levels * 2 // 3, levels // 2]
@@ -87,8 +86,7 @@ class Cachegen(Serializer):
         return max(form.bound for form in self._forms.values())
 
     def encode(self, payload: memoryview, into: memoryview) -> int:
-        halves_of(self._name, self._halves, payload)
-        form = self._forms[len(payload)]
+        form = of_payload(self._name, self._forms, payload)
         scales = np.empty((2, form.channels), np.uint16)
         anchors = np.empty((form.anchors, form.channels), np.int8)
         symbols = np.empty((form.steps, form.channels), np.int8)
@@ -106,8 +104,7 @@ class Cachegen(Serializer):
 
     def decode(self, encoded: memoryview, into: memoryview) -> int:
         check_header(self._name, encoded, into)
-        halves_of(self._name, self._halves, into)
-        form = self._forms[len(into)]
+        form = of_payload(self._name, self._forms, into)
         if len(encoded) < form.begins[-1] or (len(encoded) - form.begins[-1]) % 2:
             raise BackendError(f"{self._name}: {len(encoded)} bytes encode no payload of {len(into)}")
         parts = iter(np.split(np.frombuffer(encoded, np.uint8), form.begins))

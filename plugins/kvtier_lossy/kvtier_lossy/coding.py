@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import struct
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +21,26 @@ import numpy.typing as npt
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Serializer
 from kvtier_core.layouts import ChunkLayout
-from kvtier_lossy.halves import Half, Raw
+from kvtier_lossy.halves import CHANNELS, Half, Raw, halves_by_payload, refusal
 
 HEADER = struct.Struct("<8sQ")
 MAGIC = b"kvl\1\0\0\0\0"
 
 Codes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 
 class HalfByHalf(Serializer):
     """Keeps nothing between calls."""
 
-    def __init__(self, name: str, halves: Mapping[int, tuple[Half, ...]]):
-        """``halves``: those of each payload, by its bytes."""
+    def __init__(self, name: str, layout: ChunkLayout, group: int):
+        """Raises ConfigError unless ``group`` channels divide those of every half."""
         self._name = name
-        self._halves = halves
+        self._halves = halves_by_payload(name, layout)
+        self._group = group
+        for channels in {half.length(CHANNELS) for each in self._halves.values() for half in each}:
+            if channels % group:
+                raise refusal(name, f"{channels} channels are no groups of {group}")
 
     @abc.abstractmethod
     def _nbytes(self, half: Half) -> int:
@@ -61,7 +67,7 @@ class HalfByHalf(Serializer):
 
     def decode(self, encoded: memoryview, into: memoryview) -> int:
         check_header(self._name, encoded, into)
-        nbytes = HEADER.size + sum(map(self._nbytes, halves_of(self._name, self._halves, into)))
+        nbytes = HEADER.size + sum(map(self._nbytes, of_payload(self._name, self._halves, into)))
         if len(encoded) != nbytes:
             raise BackendError(f"{self._name}: {len(encoded)} bytes encode no payload of {len(into)}")
         with np.errstate(all="ignore"):  # of damaged scales
@@ -72,17 +78,17 @@ class HalfByHalf(Serializer):
     def _codes(self, payload: memoryview, encoded: memoryview) -> Iterator[tuple[Half, Codes]]:
         """Each half of a payload, and where its code lies."""
         begin = HEADER.size
-        for half in halves_of(self._name, self._halves, payload):
+        for half in of_payload(self._name, self._halves, payload):
             nbytes = self._nbytes(half)
             yield half, np.frombuffer(encoded, np.uint8, nbytes, begin)
             begin += nbytes
 
 
-def halves_of(name: str, halves: Mapping[int, tuple[Half, ...]], payload: memoryview) -> tuple[Half, ...]:
-    """The halves of a payload. Raises BackendError if none has its length."""
-    if len(payload) not in halves:
+def of_payload(name: str, by_nbytes: Mapping[int, T], payload: memoryview) -> T:
+    """The value for payloads of this length. Raises BackendError if there is none."""
+    if len(payload) not in by_nbytes:
         raise BackendError(f"{name}: no part of a chunk has {len(payload)} bytes")
-    return halves[len(payload)]
+    return by_nbytes[len(payload)]
 
 
 def check_header(name: str, encoded: memoryview, payload: memoryview) -> None:

@@ -18,11 +18,10 @@ class _ScaledConfig(SerializerConfig):
     group: int = attrs.field(default=8, validator=ge(1))  #: channels that share a scale; it must divide those of a head
 
     def open(self, ctx: OpenContext) -> Serializer:
-        from kvtier_lossy.halves import halves_by_payload
         from kvtier_lossy.scaled import Fp8, Int8
 
         serializer = {"fp8": Fp8, "int8": Int8}[self.type]
-        return serializer(self.type, halves_by_payload(self.type, ctx.layout), self.group)
+        return serializer(self.type, ctx.layout, self.group)
 
 
 @attrs.frozen
@@ -56,10 +55,9 @@ class KiviConfig(SerializerConfig):
         return {2: 4.6, 4: 2.9}[self.bits]
 
     def open(self, ctx: OpenContext) -> Serializer:
-        from kvtier_lossy.halves import halves_by_payload
         from kvtier_lossy.kivi import Kivi
 
-        return Kivi(self.type, halves_by_payload(self.type, ctx.layout), self.bits, self.group, self.residual)
+        return Kivi(self.type, ctx.layout, self.group, self.bits, self.residual)
 
 
 @attrs.frozen

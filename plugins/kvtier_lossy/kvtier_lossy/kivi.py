@@ -29,26 +29,21 @@ An element is least + code * ((greatest - least) / (2 ** bits - 1)), computed in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import attrs
 import numpy as np
 
+from kvtier_core.layouts import ChunkLayout
 from kvtier_lossy.coding import Codes, HalfByHalf
-from kvtier_lossy.halves import BLOCKS, CHANNELS, LEAST, TOKENS, Floats, Half, Raw, floats, put, reduced, refusal
+from kvtier_lossy.halves import BLOCKS, CHANNELS, LEAST, TOKENS, Floats, Half, Raw, floats, put, reduced
 
 
 class Kivi(HalfByHalf):
     """Two or four bits for an element."""
 
-    def __init__(self, name: str, halves: Mapping[int, tuple[Half, ...]], bits: int, group: int, residual: int):
-        """Raises ConfigError unless ``group`` channels divide those of every half."""
-        for channels in {half.length(CHANNELS) for each in halves.values() for half in each}:
-            if channels % group:
-                raise refusal(name, f"{channels} channels are no groups of {group}")
-        super().__init__(name, halves)
+    def __init__(self, name: str, layout: ChunkLayout, group: int, bits: int, residual: int):
+        super().__init__(name, layout, group)
         self._bits = bits
-        self._group = group
         self._residual = residual
 
     def _nbytes(self, half: Half) -> int:

@@ -17,12 +17,12 @@ or by 2 ** -10 of the scale if that is more. What lies midway is rounded away fr
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
 
 import numpy as np
 
+from kvtier_core.layouts import ChunkLayout
 from kvtier_lossy.coding import Codes, HalfByHalf
-from kvtier_lossy.halves import BLOCKS, CHANNELS, HEADS, LEAST, TOKENS, Floats, Half, Raw, floats, put, reduced, refusal
+from kvtier_lossy.halves import BLOCKS, CHANNELS, HEADS, LEAST, TOKENS, Floats, Half, Raw, floats, put, reduced
 
 #: Bytes 0 to 126 of E4M3 as numbers; 127 is NaN.
 _MAGNITUDES = np.array(
@@ -34,14 +34,6 @@ class Scaled(HalfByHalf):
     """What both have in common."""
 
     greatest: float  #: number of the type
-
-    def __init__(self, name: str, halves: Mapping[int, tuple[Half, ...]], group: int):
-        """Raises ConfigError unless ``group`` channels divide those of every half."""
-        for channels in {half.length(CHANNELS) for each in halves.values() for half in each}:
-            if channels % group:
-                raise refusal(name, f"{channels} channels are no groups of {group}")
-        super().__init__(name, halves)
-        self._group = group
 
     @abc.abstractmethod
     def _round(self, numbers: Floats, into: Codes) -> None:
@@ -97,8 +89,8 @@ class Fp8(Scaled):
 
     greatest = 448.0
 
-    def __init__(self, name: str, halves: Mapping[int, tuple[Half, ...]], group: int):
-        super().__init__(name, halves, group)
+    def __init__(self, name: str, layout: ChunkLayout, group: int):
+        super().__init__(name, layout, group)
         # Whatever differs in the lower half of a float32 alone lies on the same side of every midpoint.
         finite = np.minimum(np.arange(1 << 15, dtype=np.uint32), 0x7F7F)
         halfway = (finite << 16 | 0x8000).view(np.float32)
