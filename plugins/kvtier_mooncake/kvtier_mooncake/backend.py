@@ -5,15 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.storekit.namespaces import home_of
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
-from kvtier_mooncake.answers import MISSES, NO_ROOM, OVERTAKEN, error_of, raise_if_store_failed
 from kvtier_mooncake.client import KEYS, Client, NoClient
 from kvtier_mooncake.settings import MooncakeSettings
 
 _LANE_NBYTES = (32 << 20) + KEYS * FRAME_ALIGNMENT  # 32 MiB of frames, each with some bytes behind it
+# Mooncake answers with a code: 0 or a number of bytes, or a negative one.
+_NO_ROOM = -200
+_ILLEGAL_CLIENT = -601  # another one has begun to write the same key
+_NOT_READY = -703
+_NOT_FOUND = -704
+#: There is no frame that fits into the view: nothing, one that is being written, or a longer one.
+_MISSES = {_NOT_FOUND, _NOT_READY, -600}
+#: Another user writes the key, or has deleted it: what is there is that user's.
+_OVERTAKEN = {_ILLEGAL_CLIENT, _NOT_READY, _NOT_FOUND}
+_OF_THE_STORE = {-900, -901}
+_WORDS = {
+    -101: "there is no segment",
+    _NO_ROOM: "there is no room",
+    -706: "a reader has a lease",
+    -707: "the lease ended before the frame had arrived",
+    -708: "the frame is being copied",
+    -714: "a reader is at it",
+    -800: "the transfer failed: the client whose segment has the frame is gone, or hangs",
+    -900: "the master cannot be reached",
+    -901: "the master does not answer",
+}
 
 
 class MooncakeBackend(Backend):
@@ -50,7 +70,7 @@ class MooncakeBackend(Backend):
         for begin in range(0, len(keys), KEYS):
             with self._client.lane(deadline) as lane:
                 codes += lane.ask(deadline, "exist", self._names(keys[begin : begin + KEYS]))
-        raise_if_store_failed(self._where, codes)
+        _raise_if_store_failed(self._where, codes)
         return [code == 1 for code in codes]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
@@ -61,9 +81,9 @@ class MooncakeBackend(Backend):
                 for view, begin, code in zip(into[some], begins, told, strict=True):
                     lane.load(begin, view[: _frame_nbytes(code, view)])
             codes += told
-        raise_if_store_failed(self._where, codes)
+        _raise_if_store_failed(self._where, codes)
         return [
-            error_of(self._where, code) if code < 0 and code not in MISSES else _frame_nbytes(code, view)
+            _error_of(self._where, code) if code < 0 and code not in _MISSES else _frame_nbytes(code, view)
             for code, view in zip(codes, into, strict=True)
         ]
 
@@ -74,11 +94,11 @@ class MooncakeBackend(Backend):
                 for frame, begin in zip(frames[some], begins, strict=True):
                     lane.store(begin, frame)
                 codes += lane.ask(deadline, "put", self._names(keys[some]), begins, list(map(len, frames[some])))
-        raise_if_store_failed(self._where, codes)
-        if codes and all(code == NO_ROOM for code in codes):
-            raise error_of(self._where, NO_ROOM, sum(map(len, frames)))
+        _raise_if_store_failed(self._where, codes)
+        if codes and all(code == _NO_ROOM for code in codes):
+            raise _error_of(self._where, _NO_ROOM, sum(map(len, frames)))
         errors = [
-            error_of(self._where, code, len(frame)) if code < 0 and code not in OVERTAKEN else None
+            _error_of(self._where, code, len(frame)) if code < 0 and code not in _OVERTAKEN else None
             for code, frame in zip(codes, frames, strict=True)
         ]
         return errors if any(errors) else None
@@ -89,8 +109,8 @@ class MooncakeBackend(Backend):
             with self._client.lane(deadline) as lane:
                 codes = lane.ask(deadline, "remove", self._names(keys[begin : begin + KEYS]))
             for code in codes:
-                if code < 0 and code not in {NO_ROOM, *OVERTAKEN}:
-                    raise error_of(self._where, code)
+                if code < 0 and code not in {_NO_ROOM, *_OVERTAKEN}:
+                    raise _error_of(self._where, code)
 
     def facts(self) -> Mapping[str, str]:
         told = {"master": f"{self._where} -> {self._trouble}"} if self._trouble else {}
@@ -124,3 +144,15 @@ def _frame_nbytes(code: int, view: memoryview) -> int:
     """The bytes of a frame, from those of its object; 0 if it is longer than its view."""
     nbytes = code - code % FRAME_ALIGNMENT if code > 0 else 0
     return nbytes if nbytes <= len(view) else 0
+
+
+def _error_of(where: str, code: int, nbytes: int = 0) -> BackendError:
+    """The meaning of a code, of a store ``where``; ``nbytes`` were to be written."""
+    why = f"{where}: {_WORDS.get(code, f'Mooncake answers {code}')}"
+    return StoreFull(why, missing=nbytes) if code == _NO_ROOM else BackendError(why)
+
+
+def _raise_if_store_failed(where: str, codes: Sequence[int]) -> None:
+    """Raise if no key was served because the master was not."""
+    if codes and all(code in _OF_THE_STORE for code in codes):
+        raise _error_of(where, codes[0])
