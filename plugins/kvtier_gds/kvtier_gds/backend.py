@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext, SupportsDirectReads, SupportsListing, SupportsNamespaces
 from kvtier_core.storekit.disk_access import FULL, raise_if_store_failed
 from kvtier_core.storekit.files import read_files, write_each
-from kvtier_core.storekit.folder import backend_errors
+from kvtier_core.storekit.folder import Folder, backend_errors
+from kvtier_core.storekit.namespaces import read_facts, write_facts
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Location, Namespace
 from kvtier_gds.device_reads import gpudirect
-from kvtier_gds.facts import keep_facts, other_namespaces
 from kvtier_gds.reader import handle_of
 from kvtier_gds.slab import Extent, Place, Slab
 from kvtier_gds.table import Record
 
+#: A file beside a slab with the facts of a namespace that has frames in it.
+_FACTS = re.compile(r"kvtier\.([0-9a-f]{64})\.json")
 #: Frames that workers may read to compare ways, if as many are there.
 _SAMPLES = 256
 #: Seconds after which a place that took no frame is tried again, if there is no other: each try costs a frame.
@@ -52,7 +55,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
             with backend_errors(Path(self._paths)):
                 self._recover(ctx.max_frame_nbytes or sys.maxsize)
                 for slab in self._slabs:
-                    keep_facts(slab.folder, self._namespace, {digest for digest, _ in self._others})
+                    _keep_facts(slab.folder, self._namespace, {digest for digest, _ in self._others})
             undoing.pop_all()
         self._direct = any(slab.direct for slab in self._slabs)
         self._ring = any(slab.ring for slab in self._slabs)
@@ -128,7 +131,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
 
     def namespaces(self) -> Iterator[Namespace]:
         with self._errors():
-            found = [each for slab in self._slabs for each in other_namespaces(slab.folder, self._namespace)]
+            found = [each for slab in self._slabs for each in _other_namespaces(slab.folder, self._namespace)]
             return iter(dict.fromkeys(found))
 
     def drop_namespace(self) -> None:
@@ -284,3 +287,29 @@ def _divided(capacity: int, slabs: int, frame_nbytes: int) -> list[int]:
     shares = [(frames // slabs + (i < frames % slabs)) * frame_nbytes for i in range(slabs)]
     shares[0] += rest // FRAME_ALIGNMENT * FRAME_ALIGNMENT
     return shares
+
+
+def _keep_facts(folder: Folder, ours: Namespace, others: Collection[bytes]) -> None:
+    """Write the facts of our namespace unless the disk is full, and remove those of all but these other digests."""
+    for name, digest in list(_facts_in(folder)):
+        if digest not in others and digest != ours.digest:
+            folder.remove(name)
+    name = f"kvtier.{ours.digest.hex()}.json"
+    if read_facts(folder, name) != ours:
+        with contextlib.suppress(OSError):
+            write_facts(folder, name, ours, "kvtier.json.tmp")
+
+
+def _other_namespaces(folder: Folder, ours: Namespace) -> Iterator[Namespace]:
+    """The namespaces whose facts lie here, but for ours."""
+    for name, digest in _facts_in(folder):
+        namespace = read_facts(folder, name)
+        if namespace is not None and namespace.digest == digest != ours.digest:
+            yield namespace
+
+
+def _facts_in(folder: Folder) -> Iterator[tuple[str, bytes]]:
+    """Name and digest of each file of facts."""
+    for name in sorted(entry.name for entry in folder.entries()):
+        if match := _FACTS.fullmatch(name):
+            yield name, bytes.fromhex(match[1])

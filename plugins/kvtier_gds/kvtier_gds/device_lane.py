@@ -112,8 +112,9 @@ class DeviceLane:
     def _speeds(self, samples: Sequence[Extent]) -> tuple[float, float]:
         """Bytes a second into the memory of the GPU and of the host, in turn."""
         room = min(_COMPARED_NBYTES, self._memory.nbytes)
-        extents = [each for each, end in zip(samples, accumulate(map(_nbytes_of, samples)), strict=True) if end <= room]
-        ends = list(accumulate(map(_nbytes_of, extents), initial=0))
+        ends = [0, *accumulate(each.nbytes for each in samples)]
+        ends = [end for end in ends if end <= room]
+        extents = samples[: len(ends) - 1]
         host = memoryview(mmap.mmap(-1, ends[-1]))
         places = list(pairwise(ends))
         on_gpu = [self._memory.part(begin, end - begin) for begin, end in places]
@@ -124,10 +125,6 @@ class DeviceLane:
         ]
         to_gpu, to_host = (ends[-1] / min(each) for each in zip(*seconds, strict=True))
         return to_gpu, to_host
-
-
-def _nbytes_of(extent: Extent) -> int:
-    return extent.nbytes
 
 
 def _seconds(read: Callable[..., Sequence[int | BackendError]], extents: Sequence[Extent], into: Sequence) -> float:

@@ -12,12 +12,12 @@ from kvtier_core.transfer.own_shard import OwnShard
 from kvtier_core.transfer.staged_reader import Lane, StagedReader, host_lanes
 from kvtier_gds.device_lane import DeviceLane
 from kvtier_gds.slab import Extent, Slab
-from kvtier_gds.slab_files import SlabFiles, described
+from kvtier_gds.slab_files import SlabFiles
 
 
 def handle_of(slabs: Sequence[Slab], samples: Sequence[Extent], *, device_only: bool) -> str:
     """How a worker reaches these slabs. `_open_lanes` explains ``samples`` and ``device_only``."""
-    return json.dumps({"slabs": [described(slab) for slab in slabs], "samples": samples, "device_only": device_only})
+    return json.dumps({"slabs": [slab.description for slab in slabs], "samples": samples, "device_only": device_only})
 
 
 def open_reader(handle: str, cache: PagedKVCache, timeout: float) -> StagedReader:

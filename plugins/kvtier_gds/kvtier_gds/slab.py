@@ -85,6 +85,12 @@ class Slab:
         """Bytes that no frame takes."""
         return self._extents.free
 
+    @property
+    def description(self) -> list[str | int]:
+        """How another process opens its file: path, device, inode, with O_DIRECT, with io_uring."""
+        status = os.fstat(self.fd)
+        return [str(self.path), status.st_dev, status.st_ino, self.direct, self.ring]
+
     def take_found(self) -> list[tuple[Record, Place]]:
         """The frames that lay here at the start, and where; once."""
         found, self._found = self._found, {}
@@ -110,7 +116,7 @@ class Slab:
         self._table.put(place.entry, record)
 
     def clear(self, place: Place) -> None:
-        """The frame at this place is not found any more, after a restart neither."""
+        """The frame at this place is no longer found, not even after a restart."""
         self._table.clear(place.entry)
 
     def close(self) -> None:

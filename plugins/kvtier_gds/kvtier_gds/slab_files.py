@@ -13,20 +13,14 @@ from kvtier_core.storekit.disk_access import raise_if_store_failed
 from kvtier_core.storekit.files import read_files, ring_works
 from kvtier_core.storekit.folder import Folder, backend_errors
 from kvtier_core.transfer.own_shard import FrameRange
-from kvtier_gds.slab import FRAMES, Extent, Slab
-
-
-def described(slab: Slab) -> list[str | int]:
-    """As `SlabFiles` takes it."""
-    status = os.fstat(slab.fd)
-    return [str(slab.path), status.st_dev, status.st_ino, slab.direct, slab.ring]
+from kvtier_gds.slab import FRAMES, Extent
 
 
 class SlabFiles:
     """The files of all slabs, open for reading: the `FrameSource` of a worker."""
 
     def __init__(self, described: Sequence[Sequence]):
-        """Raises BackendError."""
+        """``described``: each slab as in `Slab.description`. Raises BackendError."""
         with contextlib.ExitStack() as undoing:
             self._files = [_open(undoing, *each) for each in described]
             self._closing = undoing.pop_all()
