@@ -35,7 +35,7 @@ class NoFile(BackendError):
 
 
 class NotOurs(BackendError):
-    """A folder that others than this user could put files into."""
+    """A folder that users other than this one could put files into."""
 
 
 class Folder:
@@ -83,7 +83,7 @@ class Folder:
         return inner
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a regular file of this user's alone; one that is made is readable by him only.
+        """A descriptor of a regular file of this user's alone; a new one is readable by this user only.
 
         Raises NoFile for any other, before a byte of it is read or written.
         """
@@ -112,7 +112,6 @@ class Folder:
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def entries(self) -> list[os.DirEntry[str]]:
-        """Everything that lies in it."""
         with os.scandir(self.fd) as entries:
             return list(entries)
 

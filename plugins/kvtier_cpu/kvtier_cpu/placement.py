@@ -74,7 +74,6 @@ class Placement:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return self.slots * self.slot_nbytes
 
     def ranges(self, page_nbytes: int) -> Iterable[PageRange]:

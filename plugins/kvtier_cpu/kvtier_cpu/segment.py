@@ -131,7 +131,6 @@ def _make(placement: Placement, pages: str, keep: Path | None) -> tuple[io.FileI
 
 
 def _unnamed(pages: str) -> int:
-    """A memfd."""
     return os.memfd_create("kvtier", os.MFD_CLOEXEC | (os.MFD_HUGETLB if pages == "hugetlb" else 0))
 
 

@@ -27,7 +27,6 @@ class Access:
 
     @property
     def flags(self) -> int:
-        """Flags for `os.open`."""
         return os.O_DIRECT if self.direct else 0
 
 

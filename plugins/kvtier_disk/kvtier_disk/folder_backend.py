@@ -183,7 +183,6 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
         return 0 < nbytes <= self._longest and not nbytes % FRAME_ALIGNMENT
 
     def _frames(self, root: Folder) -> list[Found]:
-        """The frames of this namespace."""
         found = [found for _, found in everything_of(root, self._name)]
         return [each for each in found if each is not None and each.nbytes <= self._longest]
 

@@ -112,7 +112,6 @@ def move_to_quarantine(root: Folder, namespace_folder: str, key: ChunkKey) -> Pl
 
 
 def namespace_folders(root: Folder) -> list[str]:
-    """The names of the folders of all namespaces."""
     return [name for name in sorted(entry.name for entry in root.entries()) if is_home(name)]
 
 

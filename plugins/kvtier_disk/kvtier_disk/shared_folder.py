@@ -22,7 +22,6 @@ def is_shared(folder: Folder) -> bool:
 
 
 def must_not_be_shared(folder: Folder) -> None:
-    """Raise BackendError if several engines use this folder."""
     if is_shared(folder):
         raise BackendError(
             f"{folder.path}: several engines share this folder; write shared: true, "

@@ -82,7 +82,6 @@ class Slab:
 
     @property
     def free(self) -> int:
-        """Bytes that no frame takes."""
         return self._extents.free
 
     @property

@@ -36,11 +36,9 @@ class Record(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where it ends in the slab."""
         return self.at + self.nbytes
 
     def packed(self) -> bytes:
-        """As it lies in the table."""
         fields = _FIELDS.pack(_MAGIC, self.namespace, self.key, self.at, self.nbytes, self.order)
         return (fields + struct.pack("<I", zlib.crc32(fields))).ljust(RECORD_NBYTES, b"\0")
 

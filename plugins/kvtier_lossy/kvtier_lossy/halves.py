@@ -54,26 +54,21 @@ class Half:
         return self.order.index(name)
 
     def length(self, name: int) -> int:
-        """How long it is."""
         return self.shape[self.axis(name)]
 
     @property
     def count(self) -> int:
-        """Elements."""
         return int(np.prod(self.shape))
 
     @property
     def element(self) -> np.dtype[Any]:
-        """The type of an element in numpy."""
         return DTYPES[self.dtype]
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return self.element.itemsize
 
     def in_payload(self, payload: memoryview) -> Raw:
-        """Its elements, where they lie."""
         return np.ndarray(self.shape, self.element, payload, self.offset, self.strides)
 
     def in_groups(self, name: int, size: int, *shared: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

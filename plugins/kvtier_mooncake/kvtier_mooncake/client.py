@@ -34,8 +34,8 @@ class Client:
     """Raises BackendError and nothing else. All methods may be called on any thread.
 
     A call of Mooncake's client cannot be given up, and takes as long as the master or another client hangs. `setup` and
-    `close` hold the GIL meanwhile: without a master for 90 s. The client has some thirty threads, says much on standard
-    error, and a call after `close` ends its process. So that process is not the engine's.
+    `close` hold the GIL meanwhile: without a master for 90 s. The client has some thirty threads, writes a lot to
+    standard error, and a call after `close` ends its process. So that process is not the engine's.
     """
 
     def __init__(self, settings: MooncakeSettings, timeout: float, nbytes: int):

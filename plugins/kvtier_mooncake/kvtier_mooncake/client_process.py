@@ -34,7 +34,7 @@ class _Memory:
 
     @classmethod
     def of(cls, fd: int, nbytes: int) -> _Memory:
-        """That of a descriptor; of -1 some of its own."""
+        """The memory behind a descriptor, or new memory for -1."""
         mapped = mmap.mmap(fd, nbytes)
         return cls(mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
 
@@ -51,7 +51,6 @@ class _Store:
         self._replication: Any = None
 
     def serve(self) -> None:
-        """Answer the calls of all lanes."""
         for number in range(len(self._lanes)):
             threading.Thread(target=self._serve, args=(number,), daemon=True).start()
 
@@ -155,7 +154,6 @@ class _Store:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
     store = _Store(json.loads(sys.stdin.readline()))
     store.serve()
     sys.stdin.read()

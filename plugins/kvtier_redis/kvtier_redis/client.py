@@ -32,7 +32,7 @@ class Client:
         self.links.close()
 
     def call(self, deadline: Deadline, name: bytes, *words: bytes | str | int) -> Any:
-        """The answer to a command, of the server that has what is called ``name``. Raises ServerError, too."""
+        """The answer to a command, of the server that has the value ``name``. Raises ServerError, too."""
         return self._at(deadline, name, [command(*words)])[0]
 
     def at_once(self, deadline: Deadline, name: bytes, commands: Sequence[Sequence[bytes | str | int]]) -> list[Any]:

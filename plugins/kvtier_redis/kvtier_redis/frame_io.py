@@ -33,11 +33,9 @@ class Transfer:
 
     @property
     def whole(self) -> bool:
-        """Have all parts arrived?"""
         return self.moved == self.manifest.count
 
     def record(self, arrived: bool, error: ServerError | None = None) -> None:
-        """The outcome for one part."""
         self.moved += arrived
         self.failed = self.failed or not arrived
         self.error = self.error or error

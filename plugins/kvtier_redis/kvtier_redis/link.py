@@ -15,7 +15,7 @@ from redis.connection import AbstractConnection
 
 from kvtier_core.errors import BackendError
 
-#: The line before a payload is received with the payload's first bytes, which are then copied: so few at most.
+#: Bytes received at once for the line before a payload: those of the payload among them are copied, so these are few.
 _AHEAD = 64
 _LONGEST_ERROR = 200
 _LONGEST_LINE = 1 << 10
@@ -112,7 +112,7 @@ class Link:
         return [self.reply() for _ in commands]
 
     def send(self, *buffers: bytes | memoryview, answers: int = 1) -> None:
-        """Send what the buffers hold one after the other: commands with so many ``answers``."""
+        """Send the buffers one after the other: commands that have ``answers`` answers in all."""
         self.waiting += answers
         views = [memoryview(buffer) for buffer in buffers]
         while views:
@@ -162,7 +162,6 @@ class Link:
         return line
 
     def _end(self) -> None:
-        """Of a value."""
         while len(self._ahead) < 2:
             self._ahead += self._receive(_AHEAD)
         if not self._ahead.startswith(b"\r\n"):

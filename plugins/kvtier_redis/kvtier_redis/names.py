@@ -1,4 +1,4 @@
-"""How what a tier keeps on a server is called, and what the manifest of a frame says."""
+"""The names of a tier's values on a server, and the manifest of a frame."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class Manifest:
         return manifest if sane else None
 
     def encode(self) -> bytes:
-        """The value under the name of the frame."""
         return b"kvtier-1 %d %d %b" % (self.nbytes, self.part, self.write.encode())
 
     @property
@@ -63,13 +62,12 @@ class Manifest:
             yield b"%b:%b:%d" % (name, self.write.encode(), number), begin, min(begin + self.part, self.nbytes)
 
     def part_names(self, name: bytes) -> list[bytes]:
-        """The names of all parts."""
         return [part for part, _, _ in self.parts(name)]
 
 
 @attrs.frozen
 class Names:
-    """The names under one prefix. In a cluster, what stands in braces decides on which node a name is."""
+    """The names under one prefix. In a cluster, the text in braces decides which node has a name."""
 
     prefix: str
 
@@ -87,7 +85,7 @@ class Names:
         return f"{self.prefix}:{{space}}:{what}".encode()
 
     def is_frame(self, name: bytes) -> bool:
-        """Is a manifest called so?"""
+        """Is this the name of a manifest?"""
         found = self.parse(name)
         return found is not None and found.write is None
 

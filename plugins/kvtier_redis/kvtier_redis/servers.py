@@ -25,7 +25,7 @@ class Servers(abc.ABC):
 
     @abc.abstractmethod
     def of(self, name: bytes, deadline: Deadline) -> Address:
-        """The server that has what is called so."""
+        """The server that has the value of this name."""
 
     @abc.abstractmethod
     def all(self, deadline: Deadline) -> Sequence[Address]:
@@ -36,7 +36,7 @@ class Servers(abc.ABC):
         return {self.of(b"", deadline): list(range(len(keys)))} if keys else {}
 
     def distrust(self) -> None:
-        """A server failed, or said that another one is asked for: find out again before the next answer."""
+        """A server failed, or named another one: find out again before the next answer."""
 
 
 class OneServer(Servers):
@@ -146,7 +146,6 @@ def _address(node: ClusterNode) -> Address:
 
 
 def servers_of(settings: RedisSettings, dialer: Dialer) -> Servers:
-    """As the settings say."""
     if settings.mode == "cluster":
         return Cluster(settings.url, dialer)
     if settings.mode == "sentinel":

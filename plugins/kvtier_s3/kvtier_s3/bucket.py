@@ -88,7 +88,6 @@ class Bucket:
     _copies: _Copies = attrs.field(factory=_Copies, init=False, eq=False, repr=False)
 
     async def head(self, name: str) -> Found:
-        """Look at an object."""
         async with self._asking():
             found = await obstore.get_async(self._store, name, options={"head": True})
         return Found(found.meta["size"], found.meta["e_tag"] or "", memoryview(b""), found.attributes)
@@ -159,7 +158,7 @@ class Bucket:
         return _joined(self.calls.at_once(self._list, [folder] * 16, [f"{folder}/", *ends], [*ends, f"{folder}0"]))
 
     def sample(self, folder: str, most: int) -> tuple[Sequence[Listed], bool]:
-        """About ``most`` objects in a folder and below, from places drawn by lot; and whether these are all."""
+        """About ``most`` objects in a folder and below, from random places; and whether these are all."""
         few = self.calls.one(self._list, folder, f"{folder}/", f"{folder}0", most=_PAGE)
         if len(few) < _PAGE:
             return few, True
@@ -170,7 +169,7 @@ class Bucket:
         return listed, all(not isinstance(window, BackendError) and len(window) < each for window in windows)
 
     async def _window(self, folder: str, digit: str, end: str, most: int) -> Sequence[Listed]:
-        """At most so many objects whose names begin with this digit, from any on; behind the last comes the first."""
+        """At most ``most`` objects whose names begin with this digit, from a random one on."""
         drawn = secrets.token_hex(4)
         start = f"{folder}/{digit}{drawn[0]}/{digit}{drawn}"  # as frames are named
         listed = await self._list(folder, start, end, most)

@@ -57,7 +57,7 @@ class Calls:
             self._local.deadline = outer
 
     def at_once(self, ask: Callable[..., Coroutine[Any, Any, T]], *arguments: Iterable[Any]) -> list[T | BackendError]:
-        """The result or error of ``ask`` for each tuple of arguments, as `map`. Nothing of it runs afterwards.
+        """The result or error of ``ask`` for each tuple of arguments, as `map`. No request is left running.
 
         Raises BackendError if nothing can be asked.
         """

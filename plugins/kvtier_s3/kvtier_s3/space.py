@@ -55,7 +55,6 @@ class BucketSpace:
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
-        """Hold the lock."""
         ours = self._take_lock()
         try:
             yield
@@ -70,7 +69,7 @@ class BucketSpace:
     def oldest(self) -> Iterator[tuple[Listed, int]]:
         """The frames of every namespace, by the time of their last write.
 
-        Among very many, first those from places drawn by lot, of which more than `MOST_LISTED` are sorted.
+        Among very many, first those from random places, of which more than `MOST_LISTED` are sorted.
         """
         sampled, whole = sample_of(self._bucket, self._prefix, 2 * MOST_LISTED)
         yield from self._note(sorted(sampled, key=_age))
