@@ -8,7 +8,7 @@ from typing import Any
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey
 from kvtier_redis.connecting import Dialer, Links
-from kvtier_redis.link import Deadline, Garbage, Link, ServerError, command
+from kvtier_redis.link import Deadline, Garbage, Link, ServerError, command, unless_refused
 from kvtier_redis.servers import servers_of
 from kvtier_redis.settings import RedisSettings
 
@@ -41,10 +41,7 @@ class Client:
         answers = self._at(deadline, name, wrapped)[-1]
         if not isinstance(answers, list) or len(answers) != len(commands):
             raise Garbage("the server answers something else than what was asked")
-        for answer in answers:
-            if isinstance(answer, ServerError):
-                raise answer
-        return answers
+        return unless_refused(answers)
 
     def _at(self, deadline: Deadline, name: bytes, commands: Sequence[bytes]) -> list[Any]:
         try:
@@ -59,21 +56,15 @@ class Client:
         address = self.servers.of(name, deadline)
         try:
             with self.links.borrow(address, deadline) as link:
-                answers = link.ask(commands)
-                for answer in answers:
-                    if isinstance(answer, ServerError):
-                        raise answer
-                return answers
+                return unless_refused(link.ask(commands))
         except BackendError as error:
             self._doubt(error)
             raise
 
     def _doubt(self, outcome: object) -> None:
         """Ask again which server has which keys, if this failure says anything about that."""
-        if isinstance(outcome, ServerError):
-            if outcome.of_the_server:
-                self.servers.distrust()
-        elif isinstance(outcome, BackendError):
+        says_nothing = isinstance(outcome, ServerError) and not outcome.of_the_server
+        if isinstance(outcome, BackendError) and not says_nothing:
             self.servers.distrust()
 
     def serve(self, deadline: Deadline, keys: Sequence[ChunkKey], work: Work) -> Outcomes:

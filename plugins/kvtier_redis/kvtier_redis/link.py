@@ -100,11 +100,7 @@ class Link:
 
     def call(self, *words: bytes | str | int) -> Any:
         """Send one command, and return its answer. Raises ServerError if that is an error."""
-        self.send(command(*words))
-        answer = self.reply()
-        if isinstance(answer, ServerError):
-            raise answer
-        return answer
+        return unless_refused(self.ask([command(*words)]))[0]
 
     def ask(self, commands: Sequence[bytes]) -> list[Any]:
         """The answers to several commands, some of them ServerErrors, in one round trip."""
@@ -216,6 +212,14 @@ def _length(line: bytes) -> int:
     if line[:1] != b"$" or not (line[1:].isdigit() or line == b"$-1"):
         raise Garbage("the server answers something else than what was asked")
     return int(line[1:])
+
+
+def unless_refused(answers: list[Any]) -> list[Any]:
+    """The answers. Raises the first ServerError among them."""
+    for answer in answers:
+        if isinstance(answer, ServerError):
+            raise answer
+    return answers
 
 
 def plain(told: str) -> str:
