@@ -115,14 +115,8 @@ def namespace_folders(root: Folder) -> list[str]:
     return [name for name in sorted(entry.name for entry in root.entries()) if is_home(name)]
 
 
-def everything(root: Folder) -> Iterator[tuple[Place, Found | None]]:
-    """Everything where only frames should lie, of every namespace; None for what is no frame."""
-    for name in namespace_folders(root):
-        yield from everything_of(root, name)
-
-
 def everything_of(root: Folder, namespace_folder: str) -> Iterator[tuple[Place, Found | None]]:
-    """The same of one namespace."""
+    """Everything where only frames of a namespace should lie; None for what is no frame."""
     try:
         shards = shards_of(root, namespace_folder)
     except NotADirectoryError:

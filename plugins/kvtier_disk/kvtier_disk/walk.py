@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from kvtier_core.storekit.disk_access import PROBE
 from kvtier_core.storekit.folder import Folder, backend_errors
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_disk.files import is_gone
-from kvtier_disk.frames import Found, Place, everything, is_unfinished, quarantined
+from kvtier_disk.frames import Found, Place, everything_of, is_unfinished, namespace_folders, quarantined
 from kvtier_disk.shared_folder import must_not_be_shared
 
 #: Seconds after which nobody is writing an unfinished file any more.
@@ -61,10 +62,11 @@ def _listed(root: Folder, *, probes: bool = False) -> Iterator[tuple[_Listed, Fo
     """The entries of the folder; with ``probes`` also the probes that a killed process left."""
     with backend_errors(root.path):
         places = [(Place((), entry.name), None) for entry in root.entries() if probes and entry.name.startswith(PROBE)]
-        for each in (places, everything(root), ((found.place, found) for found in quarantined(root))):
-            for place, found in each:
-                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                    yield _Listed(root, place, place.folder(root).status(place.name)), found
+        frames = (each for name in namespace_folders(root) for each in everything_of(root, name))
+        damaged = ((found.place, found) for found in quarantined(root))
+        for place, found in itertools.chain(places, frames, damaged):
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                yield _Listed(root, place, place.folder(root).status(place.name)), found
 
 
 @attrs.frozen
