@@ -267,6 +267,7 @@ class RemoteStack(Stack):
         limit: LoadLimit | None = None,
         salt: bytes = b"",
         skipped: int = 0,
+        not_direct: Collection[str] = (),
     ) -> Lookup:
         session = self._asking()
         late = self._late.pop(holder, None)
@@ -284,7 +285,8 @@ class RemoteStack(Stack):
                 self._late[holder] = told.found
                 self._pending.discard(holder)
 
-        self._ask(session, "lookup", path, holder, limit, salt, skipped, seconds=self._waits.lookup, then=answered)
+        asked = path, holder, limit, salt, skipped, list(not_direct)
+        self._ask(session, "lookup", *asked, seconds=self._waits.lookup, then=answered)
         if (found := self._late.pop(holder, None)) is not None:
             return self._found(holder, found)
         if self._session is None:

@@ -50,6 +50,7 @@ Key = Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
 Path = Annotated[list[Key], Meta(max_length=1 << 20)]
 Holder = Annotated[str, Meta(max_length=1024)]
 Salt = Annotated[bytes, Meta(max_length=1024)]
+Names = Annotated[list[str], Meta(max_length=64)]
 
 
 @attrs.frozen
@@ -154,7 +155,9 @@ CALLS = {
     "open": Call(1, {"opening": Opening}, Opened),
     "on_request": Call(2, {"path": Path, "hints": dict[str, str] | None, "salt": Salt}, None),
     "lookup": Call(
-        3, {"path": Path, "holder": Holder, "limit": LoadLimit | None, "salt": Salt, "skipped": int}, ServedLookup
+        3,
+        {"path": Path, "holder": Holder, "limit": LoadLimit | None, "salt": Salt, "skipped": int, "not_direct": Names},
+        ServedLookup,
     ),
     "prefetch": Call(4, {"path": Path, "limit": LoadLimit | None, "salt": Salt}, None),
     "reserve": Call(5, {"path": Path, "holder": Holder, "salt": Salt, "parts": Path}, dict[Key, Slot]),

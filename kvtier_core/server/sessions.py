@@ -100,11 +100,17 @@ class Session:
         self.space.stack.on_request(path, hints, salt)
 
     def lookup(
-        self, path: Sequence[ChunkKey], holder: str, limit: LoadLimit | None, salt: bytes, skipped: int
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        limit: LoadLimit | None,
+        salt: bytes,
+        skipped: int,
+        not_direct: Collection[str],
     ) -> Lookup:
         own = self._prefix + holder
         self.space.tenants.note(path, salt)
-        found = self.space.stack.lookup(path, own, limit, salt, skipped, self._not_direct)
+        found = self.space.stack.lookup(path, own, limit, salt, skipped, {*not_direct, *self._not_direct})
         self._looked[own] = len(path), found.chunks
         if found.slots or found.pending:
             self._holders[self.space].add(own)

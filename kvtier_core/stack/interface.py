@@ -32,6 +32,7 @@ class Stack(abc.ABC):
         limit: LoadLimit | None = None,
         salt: bytes = b"",
         skipped: int = 0,
+        not_direct: Collection[str] = (),
     ) -> Lookup:
         """Find the leading chunks of a path and pin the READY ones for ``holder``.
 
@@ -39,7 +40,8 @@ class Stack(abc.ABC):
         slots are those needed to continue behind the last restorable chunk.
 
         Chunks below the arenas are requested if they are worth loading within ``limit``; without a limit, all are.
-        `step` begins to read them, and they are pinned for the holder as they arrive. A holder has one path at a time:
+        `step` begins to read them, and they are pinned for the holder as they arrive. Chunks of the tiers in
+        ``not_direct`` are requested too, even if workers could read them directly. A holder has one path at a time:
         looking up another path releases the previous one.
         """
 

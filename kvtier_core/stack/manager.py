@@ -107,7 +107,6 @@ class StorageManager(Stack):
         skipped: int = 0,
         not_direct: Collection[str] = (),
     ) -> Lookup:
-        """``not_direct``: tiers that this holder's workers cannot read directly, although others can."""
         return self._search.lookup(Query(path, limit, salt, not_direct, holder, skipped))
 
     def prefetch(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from fake_host import CHUNK, FRAME, Host, prompt
 from test_scheduler_side import host, stack  # noqa: F401 - fixtures
 from test_waiting import Clock, computes
 
 import kvtier_disk.plugin
+import kvtier_gds.plugin
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import Bypass
@@ -71,6 +74,19 @@ def test_nothing_is_pinned_in_memory_that_other_engines_need(host):  # noqa: F81
     engine.side._handovers._lent = True
     assert hand_over(engine, ASKED) == [4 * CHUNK]
     engine.assert_at_rest()
+
+
+def test_what_workers_could_read_from_slabs_is_brought_into_the_arena(tmp_path):
+    """Peers see the arena alone. The engine that has the prompt in its own cache loads nothing, and stores nothing."""
+    heap = {"type": "heap", "capacity": f"{32 * FRAME}B", "store_after": 2}
+    slabs = {"type": "gds", "paths": [str(tmp_path)], "capacity": "4MiB", "mode": "gds"}
+    values = {"version": 1, "chunk_tokens": CHUNK, "load": "always", "tiers": [heap, slabs]}
+    config = load_config(values, Registry.of(kvtier_gds.plugin))
+    with contextlib.closing(Host(config)) as first:
+        first.ask("first", ASKED)
+    with contextlib.closing(Host(config, clock=Clock())) as engine:
+        assert hand_over(engine, ASKED, reads_cache=False) == [4 * CHUNK]
+        assert engine.manager.pins_by_holder().total() == 4
 
 
 @pytest.mark.parametrize("why", ["bypassed", "short"])

@@ -61,6 +61,13 @@ MUTANTS = (
         APART + "test_what_is_handed_over_is_pinned_until_a_step_after_its_lease",
     ),
     Mutant(
+        "what-workers-read-from-slabs-is-shown-to-nobody",
+        HANDOVERS,
+        ", not_direct=through_the_arena",
+        "",
+        APART + "test_what_workers_could_read_from_slabs_is_brought_into_the_arena",
+    ),
+    Mutant(
         "leases-outlive-their-namespace",
         SCHEDULER,
         "        self._handovers.release_all()\n",

@@ -42,7 +42,7 @@ FRAME = StoredFrame("gds", Location(((1 << 64) - 1, -1, "a name", b"bytes"), 409
 RIGHT = {
     "open": (OPENING,),
     "on_request": (OWN, {}, b""),
-    "lookup": (OWN, "request", None, b"", 0),
+    "lookup": (OWN, "request", None, b"", 0, ["gds"]),
     "prefetch": (OWN, None, b""),
     "reserve": (OWN, "store", b"", []),
     "commit": ("store", None, []),
@@ -167,7 +167,7 @@ def test_keys_of_another_length_are_refused(served):
     with Client(served.path) as client:
         client.ask(1, encode((OPENING,)))
         for key in (b"", OWN[0][:31], OWN[0] + b"\0"):
-            header, _ = client.ask(CALLS["lookup"].number, encode(([key], "request", None, b"", 0)))
+            header, _ = client.ask(CALLS["lookup"].number, encode(([key], "request", None, b"", 0, [])))
             assert header.call == REFUSED
 
 

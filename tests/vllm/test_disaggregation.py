@@ -80,6 +80,34 @@ def test_the_engine_that_decodes_has_the_prompt_from_the_one_that_computed_it(en
         decoder.assert_at_rest()
 
 
+@pytest.mark.more
+def test_what_the_first_engines_workers_read_from_slabs_the_other_has_from_its_arena(
+    engine,
+    fork_server,
+    model,
+    meets,  # noqa: F811
+    tmp_path,
+):
+    first = node()
+    first["tiers"][0]["store_after"] = 2
+    slabs = {"type": "gds", "paths": [str(tmp_path)], "capacity": "64MiB", "mode": "gds"}
+    first["tiers"].insert(1, slabs)
+    with engine(first, enable_prefix_caching=True) as before:
+        before.ask(ASKED)
+        expected = before.ask(ASKED)[0]
+        before.settle()
+    with (
+        beside(fork_server, model, first) as prefiller,
+        engine({**node(address_of(first)), "load_wait": "5s"}) as decoder,
+    ):
+        meets(address_of(first))
+        words = prefill(prefiller, ASKED)
+        assert (prefiller.outcome, words["remote_num_tokens"]) == (hit(530, gds=512), 512)
+        assert decoder.ask(ASKED, parameters=words)[0].differs(expected) == 0
+        assert decoder.outcomes() == [hit(530, peers=512)]
+        decoder.assert_at_rest()
+
+
 @pytest.mark.parametrize("how", some([signal.SIGKILL, signal.SIGSTOP]), ids=["killed", "stopped"])
 def test_a_prompt_whose_engine_ends_or_stops_is_computed_after_load_wait(engine, fork_server, model, meets, how):  # noqa: F811
     with engine() as plain:

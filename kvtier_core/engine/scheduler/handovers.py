@@ -84,7 +84,8 @@ class Handovers:
             self._end(holder)
 
     def _find(self, holder: str, lease: _Lease) -> int:
-        found = self._stack.lookup(lease.path, holder, lease.limit, lease.salt)
+        through_the_arena = self._stack.media  # peers see nothing else
+        found = self._stack.lookup(lease.path, holder, lease.limit, lease.salt, not_direct=through_the_arena)
         lease.settled = not found.pending
         return found.chunks + found.pending
 
