@@ -164,6 +164,13 @@ MUTANTS = (
         SLAB_TESTS + "test_what_one_engine_does_not_read_passes_through_memory_and_others_read_on",
     ),
     Mutant(
+        "what-peers-are-to-find-stays-in-slabs",
+        SESSIONS,
+        "{*not_direct, *self._not_direct}",
+        "self._not_direct",
+        SLAB_TESTS + "test_what_peers_are_to_find_is_brought_into_memory_though_workers_read_it",
+    ),
+    Mutant(
         "one-engine-stops-the-reads-of-all",
         SESSIONS,
         "        self._stopped[tier] = why\n",

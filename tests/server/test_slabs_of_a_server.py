@@ -191,6 +191,11 @@ def test_an_engine_that_begins_an_epoch_reads_to_the_end_what_it_had_begun(serve
         assert len(stays.lookup(OWN, "request", PATIENCE).slots) == len(OWN)
 
 
+def test_what_peers_are_to_find_is_brought_into_memory_though_workers_read_it(served):
+    found = served.stack().lookup(OWN, "handover", PATIENCE, not_direct=["gds"])
+    assert found.pending == len(OWN) and not found.slots
+
+
 def test_a_prefetch_brings_up_what_workers_do_not_read(served):
     (space,) = served.server.spaces
     served.stack().prefetch(OWN)
