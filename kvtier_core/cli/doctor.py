@@ -18,6 +18,7 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, KvtierError
+from kvtier_core.interfaces import SupportsTrial
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.transfer.io_pool import run_within
 from kvtier_core.types import Nbytes
@@ -184,11 +185,12 @@ def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
 
 
 def _settings(tier: OpenedTier) -> tuple[str, ...]:
-    return tuple(f"{name}: {fact}" for name, fact in tier.store.facts().items())
+    trial = tier.store.trial() if isinstance(tier.store, SupportsTrial) else {}
+    return tuple(f"{name}: {fact}" for name, fact in {**tier.store.facts(), **trial}.items())
 
 
 def _tried_peers(tier: OpenedTier) -> Diagnosis:
-    """Who answers. Nothing can be written, none has a frame of this namespace, and a lookup asks nobody."""
+    """Who answers, and how fast. Nothing can be written, and none has a frame of this namespace."""
     time.sleep(_MEETING)
     return Diagnosis(tier.tier.name, settings=_settings(tier))
 

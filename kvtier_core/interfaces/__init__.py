@@ -42,6 +42,7 @@ from kvtier_core.interfaces.store_tier import (
     SupportsDirectReads,
     SupportsListing,
     SupportsNamespaces,
+    SupportsTrial,
     SupportsWalk,
 )
 from kvtier_core.interfaces.token_database import TokenDatabase, TokenDatabaseConfig
@@ -75,6 +76,7 @@ __all__ = [
     "SupportsNamespaces",
     "SupportsSharing",
     "SupportsSparing",
+    "SupportsTrial",
     "SupportsWalk",
     "TokenDatabase",
     "TokenDatabaseConfig",

@@ -134,6 +134,15 @@ class SupportsNamespaces(Protocol):
 
 
 @runtime_checkable
+class SupportsTrial(Protocol):
+    """A backend of several nodes, each of which can be tried."""
+
+    @abc.abstractmethod
+    def trial(self) -> Mapping[str, str]:
+        """For people: how fast each node that is there answers. Waits for them; for `kvtier doctor`."""
+
+
+@runtime_checkable
 class SupportsDirectReads(Protocol):
     """A backend whose frames the engine's workers can read directly, without a slot of an arena.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
+import re
 import socket
 import threading
 
 import pytest
+from nodes import free_port, open_node
 
 from kvtier_core.cli import doctor, main
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE
@@ -64,6 +67,17 @@ def test_the_doctor_measures_each_tier_and_leaves_nothing(folder, capsys):
     assert told["machine"]["page size"] == "4KiB"
     assert told["verdict"].startswith("every tier works")
     assert tree(folder) == before
+
+
+def test_the_doctor_tries_each_peer(folder, capsys):
+    nobody = f"127.0.0.1:{free_port()}"
+    with contextlib.closing(open_node()) as node:
+        where = f"listen: '127.0.0.1:{free_port()}', peers: ['{node.address}', '{nobody}']"
+        write_file(f"{{type: peers, {where}}}")
+        assert main(["doctor", "kvtier.yaml", "--json"]) == FINE
+    told = json.loads(capsys.readouterr().out)["tiers"][1]["settings"]
+    assert any(re.fullmatch(rf"{node.address}: answers in \S+ ms, sends \S+ GB/s, protocol 2", line) for line in told)
+    assert f"{nobody}: Connection refused" in told
 
 
 def test_the_doctor_spares_what_is_stored(folder):

@@ -70,6 +70,10 @@ class PeersBackend(Backend):
         peers = {str(peer.address): peer.state for peer in list(self._peers.values())}
         return {"listen": str(self._address), "secured by": self._secured, **peers}
 
+    def trial(self) -> Mapping[str, str]:
+        ends = time.monotonic() + self._timeout
+        return {str(peer.address): peer.trial(ends) for peer in self._there()}
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

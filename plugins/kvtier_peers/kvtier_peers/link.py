@@ -44,7 +44,11 @@ MOST_KEYS = 1024
 
 _FOLLOW, _READ = 1, 2
 
-_GREETING = b"kvtier peers 2\r\n"
+VERSION = 2  #: of this protocol
+#: Every node shows a frame of this key, of zeros, by which others see how fast it answers. No chunk has that key.
+TRIED, TRIED_NBYTES = ChunkKey(bytes(KEY_NBYTES)), 16 << 20
+
+_GREETING = b"kvtier peers %d\r\n" % VERSION
 _NUMBER_NBYTES = 16
 _NONCE_NBYTES = 32
 _QUESTION = struct.Struct("<BI")

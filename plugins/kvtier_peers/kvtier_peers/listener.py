@@ -21,7 +21,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.transfer.io_pool import run_aside
 from kvtier_core.types import ChunkKey
 from kvtier_peers.digest import Digest
-from kvtier_peers.link import Door, Following, Link
+from kvtier_peers.link import TRIED, TRIED_NBYTES, Door, Following, Link
 from kvtier_peers.settings import Address
 
 logger = logging.getLogger("kvtier")
@@ -39,6 +39,8 @@ _REST = 0.01
 _PACE, _MOST_MESSAGES, _LOOKING = 0.05, 1000.0, 0.05
 #: Seconds that a question about changes may wait: then the other side hears that this one is there.
 _LONGEST_WAIT = 60.0
+
+_ZEROS = memoryview(bytes(TRIED_NBYTES))
 
 #: The frames that the stack of one namespace shows.
 Sealed = Mapping[ChunkKey, memoryview]
@@ -173,6 +175,8 @@ class Listener:
         return [key for sealed in self._of(namespace) for key in list(sealed)]
 
     def _find(self, namespace: bytes, key: ChunkKey) -> memoryview | None:
+        if key == TRIED:
+            return _ZEROS
         found = (sealed.get(key) for sealed in self._of(namespace))
         return next((frame for frame in found if frame is not None), None)
 

@@ -12,7 +12,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.transfer.io_pool import run_aside
 from kvtier_core.types import ChunkKey
 from kvtier_peers.digest import Copy, Fingerprint
-from kvtier_peers.link import Door, Link, failure
+from kvtier_peers.link import TRIED, TRIED_NBYTES, VERSION, Door, Link, failure
 from kvtier_peers.settings import Address
 
 logger = logging.getLogger("kvtier")
@@ -76,6 +76,19 @@ class Peer:
         if total:
             taken = (time.monotonic() - begun) / total
             self.seconds_per_byte += (taken - self.seconds_per_byte) * (_NEWEST if self.seconds_per_byte else 1)
+
+    def trial(self, ends: float) -> str:
+        """How fast it answers, for people; or why it does not."""
+        empty, frame = memoryview(b""), memoryview(bytearray(TRIED_NBYTES))
+        try:
+            seconds = []
+            for into in (empty, empty, frame):  # the first one may connect, the second is a mere answer
+                begun = time.monotonic()
+                (nbytes,) = self.read([TRIED], [into], ends)
+                seconds.append(time.monotonic() - begun)
+        except BackendError:
+            return self.state
+        return f"answers in {seconds[1] * 1e3:.2f} ms, sends {nbytes / seconds[2] / 1e9:.2f} GB/s, protocol {VERSION}"
 
     def close(self) -> None:
         """Close the connections that are not in use; the others when they are given back."""
