@@ -44,7 +44,7 @@ async def prefill(client: httpx.AsyncClient, url: str, asked: dict[str, Any], he
     try:
         response = await client.post(url, json=prompt, headers=headers)
         return response.json().get("kv_transfer_params") if response.is_success else None
-    except (httpx.HTTPError, ValueError):
+    except (httpx.HTTPError, ValueError, AttributeError):  # the last one anyio raises while a server is killed
         return None
 
 
@@ -53,7 +53,8 @@ def proxy(prefiller: str, decoder: str) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def connected(app: FastAPI) -> AsyncIterator[None]:
-        limits = httpx.Limits(max_connections=None)
+        # A server that closes an idle connection may do so just when it is used again, and the request fails.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as app.state.client:
             yield
 
