@@ -20,10 +20,10 @@ BUDGETS = {
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (3468, [f"{CORE}/server"]),
-    "core": (35914, [CORE]),  # aim: 25500, without the server
+    "server": (3479, [f"{CORE}/server"]),
+    "core": (35940, [CORE]),  # aim: 25500, without the server
     "testing kit": (4563, [f"{CORE}/testing"]),
-    "plugins": (8844, ["plugins/*/kvtier_*"]),
+    "plugins": (8869, ["plugins/*/kvtier_*"]),
 }
 
 
