@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,8 +42,8 @@ from kvtier_core.types import Namespace
 logger = logging.getLogger("kvtier")
 
 _LABEL = "hicache-storage-backend-extra-config"
-#: Seconds between two looks for a result, and those after ``load_wait`` that a store may take to tell it.
-_TICK, _GRACE = 0.001, 1.0
+#: Seconds after ``load_wait`` that a store may take to tell a result.
+_GRACE = 1.0
 
 #: What has all of its KV in its pages, in the layouts whose pages it hands out as bytes.
 _POOLS = (MHATokenToKVPoolHost, MLATokenToKVPoolHost)
@@ -70,7 +69,8 @@ _MORE_FILES = (
     *("quantization_param_path", "modelopt_checkpoint_restore_path", "decrypted_config_file", "kt_weight_path"),
     *("dllm_algorithm_config", "hisparse_config", "speculative_draft_model_path", "uno_lora_path"),
 )
-_OTHER_CODE = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_EXTERNAL_MM_MODEL_ARCH")
+#: Begins the variables that name code which SGLang imports from elsewhere.
+_OTHER_CODE = "SGLANG_EXTERNAL_"
 #: By these SGLang writes to the weights of an engine that runs.
 _WRITE_WEIGHTS = (
     *("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
@@ -101,7 +101,7 @@ class KVTierHiCache(HiCacheStorage):
         self._facts = _facts(settings, model, storage_config, self._stack.identity)
         self._replica, self._replicas = _replica(settings, storage_config)
         self._store: PageStore | None = None
-        self._lock = threading.Lock()
+        self._ended = threading.Condition()  # of jobs
         self._results: dict[int, frozenset[bytes] | None] = {}  # by ticket that somebody waits for
         self._weights_changed = False
 
@@ -114,7 +114,8 @@ class KVTierHiCache(HiCacheStorage):
         of_pool = {f"host memory, {name}": getattr(mem_pool_host, name, None) for name in _OF_POOL}
         facts = Namespace.of({**self._facts, "host memory": type(mem_pool_host).__name__, **of_pool})
         self._nbytes = mem_pool_host.get_dummy_flat_data_page().nbytes
-        self._store = PageStore(self._stack, facts, self._nbytes, replica=self._replica, replicas=self._replicas)
+        options = {"replica": self._replica, "replicas": self._replicas, "told": self._told}
+        self._store = PageStore(self._stack, facts, self._nbytes, **options)
         _note_new_weights(self)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
@@ -141,7 +142,7 @@ class KVTierHiCache(HiCacheStorage):
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Which pages were taken. What is taken may still be lost."""
         starts = self._starts(keys, host_indices)
-        return self._write(keys, [self.mem_pool_host.get_data_page(start) for start in starts])
+        return self._write(keys, [self.mem_pool_host.get_data_page(start, flat=False) for start in starts])
 
     def _starts(self, keys: list[str], host_indices: torch.Tensor) -> list[int]:
         return host_indices.view(len(keys), self.mem_pool_host.page_size)[:, 0].tolist() if keys else []
@@ -187,7 +188,8 @@ class KVTierHiCache(HiCacheStorage):
         return {key: page for key, page in pages.items() if key.encode() in good}
 
     def _write(self, keys: list[str], values: Sequence[torch.Tensor]) -> list[bool]:
-        pages = {key: value.flatten().view(torch.uint8).clone() for key, value in zip(keys, values, strict=True)}
+        copies = [value.clone(memory_format=torch.contiguous_format) for value in values]
+        pages = {key: copy.flatten().view(torch.uint8) for key, copy in zip(keys, copies, strict=True)}
         good = self._done(lambda store: store.put(_names(pages), [memoryview(page.numpy()) for page in pages.values()]))
         return [key.encode() in good for key in keys]
 
@@ -195,20 +197,20 @@ class KVTierHiCache(HiCacheStorage):
         """What a job has achieved; nothing if it takes too long, or if the weights have changed meanwhile."""
         if self._store is None or self._weights_changed:
             return frozenset()
-        with self._lock:
+        with self._ended:
             ticket = begin(self._store)
             self._results[ticket] = None
-        deadline, keys = time.monotonic() + self._stack.load_wait + _GRACE, None
-        while keys is None and time.monotonic() < deadline:
-            time.sleep(_TICK)
-            with self._lock:
-                for each in self._store.poll():
-                    if each.ticket in self._results:
-                        self._results[each.ticket] = each.keys
-                keys = self._results[ticket]
-        with self._lock:
-            del self._results[ticket]
+            self._ended.wait_for(lambda: self._results[ticket] is not None, self._stack.load_wait + _GRACE)
+            keys = self._results.pop(ticket)
         return frozenset() if keys is None or self._weights_changed else keys
+
+    def _told(self) -> None:
+        """On the store's thread, or on one that has begun a job of a closed store."""
+        with self._ended:
+            for each in self._store.poll():
+                if each.ticket in self._results:
+                    self._results[each.ticket] = each.keys
+            self._ended.notify_all()
 
     def clear(self) -> None:
         """Never find again what was stored so far."""
@@ -295,7 +297,7 @@ def _refusal(settings: Mapping[str, Any], model: Path, rank: HiCacheStorageConfi
     if settings["speculative_algorithm"] not in (None, "NGRAM"):
         return "the KV of a draft model may depend on tokens that are not in SGLang's keys"
     found = [name for name in _MORE_FILES if settings[name]]
-    found += [name for name in _OTHER_CODE if os.environ.get(name)]
+    found += [name for name, value in os.environ.items() if value and name.startswith(_OTHER_CODE)]
     if found := found or [name for name in _counted() if os.path.exists(str(settings[name]))]:
         return f"{found[0]} names a file that kvtier does not read, and KV depends on it"
     private = [tier.config.type for tier in stack.stores if not tier.config.shared]

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ logger = logging.getLogger("kvtier")
 
 #: Begins something in a store for keys of these names, which have these numbers in a task, and returns the ticket.
 _Call = Callable[[PageStore, Sequence[bytes], Sequence[int]], int]
+_FIELDS = operator.attrgetter(*(field.name for field in dataclasses.fields(ObjectKey)))
 
 
 @attrs.define(eq=False)
@@ -228,7 +230,7 @@ def _checked(params: Mapping[str, Any]) -> tuple[Any, Mapping[str, str]]:
 
 def _name(key: ObjectKey) -> bytes:
     """All fields of a key, also those that another LMCache adds, so that no two keys have the same."""
-    return repr(dataclasses.astuple(key)).encode("utf-8", "surrogatepass")
+    return repr(_FIELDS(key)).encode("utf-8", "surrogatepass")
 
 
 def _page(shapes: Sequence[Any], dtypes: Sequence[Any]) -> Page:

@@ -44,7 +44,7 @@ class PageStack:
         replicas: int = 1,
     ):
         """``wake`` is called on any thread when `step` has something to do. Raises ConfigError."""
-        _check(config)
+        check(config)
         of_pages = namespace.narrowed("host's page", f"{page_nbytes} bytes")
         self._namespace = self._first_namespace = of_pages.narrowed("installed packages", _installed())
         pages = KVGroup("pages", KVKind.FULL_ATTENTION, (page_nbytes,), 1, "uint8", KVStructure.OPAQUE)
@@ -81,10 +81,10 @@ class PageStack:
         """A request names these pages of one prompt, first page first."""
         self._stack.on_request([self._key(key) for key in keys])
 
-    def has(self, key: bytes) -> bool:
-        """Can this page be fetched now, as far as is known?"""
-        (found,) = self._stack.whereabouts([self._key(key)])
-        return bool(found.tiers)
+    def known(self, keys: Collection[bytes]) -> list[bytes]:
+        """Those of these pages that can be fetched now, as far as is known."""
+        found = self._stack.whereabouts([self._key(key) for key in keys])
+        return [key for key, where in zip(keys, found, strict=True) if where.tiers]
 
     def ask(self, key: bytes) -> None:
         """Ask the shared stores for a page that is not known here."""
@@ -152,7 +152,7 @@ class PageStack:
         return self._stack.arenas[arena].memory.view(slot)[self._payload]
 
 
-def _check(config: StackConfig) -> None:
+def check(config: StackConfig) -> None:
     """Raise ConfigError for settings that mean nothing for pages of a host."""
     fields = {name: getattr(config, name) for name in _NOT_FOR_HOSTS}
     problems = [

@@ -56,10 +56,11 @@ class _Job(abc.ABC):
 
     def end(self, keys: Iterable[bytes], *, good: bool) -> None:
         """Nothing more becomes of these pages."""
-        for key in list(keys):
+        ended = list(keys)
+        for key in ended:
             del self.pages[key]
-            if good:
-                self.good.add(key)
+        if good:
+            self.good.update(ended)
 
     @abc.abstractmethod
     def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
@@ -71,7 +72,7 @@ class _Job(abc.ABC):
 
 class _Put(_Job):
     def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
-        self.end([key for key in self.pages if stack.has(key)], good=True)
+        self.end(stack.known(self.pages), good=True)
         while self.pages and (taken := stack.take(self.pages, f"{self.ticket}")):
             self.end(taken, good=True)
         if late or not stack.jobs:  # nothing that is under way will make room
@@ -107,10 +108,8 @@ class _Contains(_Job):
     def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
         if not self.asked:
             stack.name(self.pages)
+        self.end(stack.known(self.pages), good=True)
         for key in list(self.pages):
-            if stack.has(key):
-                self.end([key], good=True)
-                continue
             if not self.asked:
                 stack.ask(key)
             if late or not stack.is_asked(key):

@@ -267,6 +267,12 @@ def test_an_engine_with_what_keys_do_not_cover_is_refused(backend, weights, tmp_
         backend(disk(tmp_path / "kv"))
 
 
+def test_code_from_elsewhere_is_refused_whatever_its_variable(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_EXTERNAL_ANYTHING", "mine")
+    with pytest.raises(ConfigError, match="SGLANG_EXTERNAL_ANYTHING names a file that kvtier does not read"):
+        backend(disk(tmp_path / "kv"))
+
+
 def test_a_model_that_reads_pictures_is_refused(backend, weights, tmp_path):
     model(weights, architectures=["Qwen2VLForConditionalGeneration"])
     with pytest.raises(ConfigError, match="a few bits of each image"):

@@ -139,6 +139,14 @@ MUTANTS = (
         SGLANG,
     ),
     Mutant(
+        "hicache-code-from-elsewhere",
+        HICACHE,
+        "if value and name.startswith(_OTHER_CODE)",
+        "if name in ('SGLANG_EXTERNAL_MODEL_PACKAGE',)",
+        OF_HICACHE + "test_code_from_elsewhere_is_refused_whatever_its_variable",
+        SGLANG,
+    ),
+    Mutant(
         "hicache-ranks-meet",
         HICACHE,
         '"any" if same else rank.tp_rank',
@@ -205,8 +213,8 @@ MUTANTS = (
     Mutant(
         "hicache-waits-for-ever",
         HICACHE,
-        "while keys is None and time.monotonic() < deadline:",
-        "while keys is None:",
+        ", self._stack.load_wait + _GRACE)",
+        ")",
         OF_HICACHE + "test_a_result_that_never_comes_is_no_page",
         SGLANG,
     ),
