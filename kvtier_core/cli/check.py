@@ -12,11 +12,10 @@ from typing import Any
 import attrs
 
 from kvtier_core.cli import machine, tiers
+from kvtier_core.cli.host_files import stack_in
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.compose import check_quality
-from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
 from kvtier_core.interfaces import Medium
 from kvtier_core.types import EnvSecret, Nbytes
@@ -38,7 +37,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace, output: Output) -> int:
     """A line for each setting, or every problem of the file."""
     try:
-        config = load_config(options.file, Registry.discover())
+        config = stack_in(options.file)
         rows = [(path, value, config.origin(path)) for path, value in _settings(config)]
         output.value = {"settings": [dict(zip(("path", "value", "origin"), row, strict=True)) for row in rows]}
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]

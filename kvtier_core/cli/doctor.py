@@ -11,12 +11,11 @@ from pathlib import Path
 import attrs
 
 from kvtier_core.cli import machine, studies, tiers
+from kvtier_core.cli.host_files import stack_in
 from kvtier_core.cli.measure import Frames, median, seconds
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.compose import OpenedTier
-from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, KvtierError
 from kvtier_core.interfaces import SupportsTrial
 from kvtier_core.layouts import ChunkLayout
@@ -64,7 +63,7 @@ class Diagnosis:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """The machine, each tier, and a verdict. Raises ConfigError if the file is wrong."""
-    config = load_config(options.file, Registry.discover())
+    config = stack_in(options.file)
     if config.server:
         tiers.ask_server(config)
         output.value = {"verdict": f"the server at {config.server} answers; ask the doctor about its own file"}

@@ -36,10 +36,6 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
 
     Raises ConfigError with every problem found.
     """
-
-    def choose(family: type, name: str) -> type | Unavailable:
-        return registry.choose(KIND_OF[family], name)
-
     collector = ProblemCollector()
     root = (
         yaml_nodes.from_plain(source, label, collector)
@@ -47,12 +43,18 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
         else yaml_nodes.from_file(source, collector)
     )
     with collector:
-        config = _read_stack(root, choose, registry.plugins())
+        config = read_stack(root, registry)
     collector.raise_if_any()
     return config
 
 
-def _read_stack(root: Node, choose: Choose, plugins: Mapping[type, str]) -> StackConfig:
+def read_stack(root: Node, registry: Registry) -> StackConfig:
+    """Read a configuration that may be a part of a document. Raises ConfigError with every problem found."""
+
+    def choose(family: type, name: str) -> type | Unavailable:
+        return registry.choose(KIND_OF[family], name)
+
+    plugins = registry.plugins()
     served = "server" in root.entries()
     known = {
         "version": Setting(decode.reader(Literal[1]), required=True),
@@ -66,7 +68,7 @@ def _read_stack(root: Node, choose: Choose, plugins: Mapping[type, str]) -> Stac
     decode.validate(StackConfig, root, values, collector)
     collector.raise_if_any()
     del values["version"]
-    places = {node.path: node.where for node in root.walk()}
+    places = {"$" + node.path.removeprefix(root.path): node.where for node in root.walk()}
     return decode.construct(StackConfig, root, {"tiers": (), **values, "places": places, "plugins": plugins})
 
 
@@ -132,7 +134,7 @@ def _read_tier(node: Node, cls: type, choose: Choose, name: str, plugin: str) ->
     config = decode.construct(cls, node, {key: values[key] for key in its if key in values})
     if shape is StoreTierConfig and "capacity" not in core and not config.shared:
         raise node.wrong("'capacity' is missing; only a shared tier needs none")
-    source = Source(node.where, node.path, plugin)
+    source = Source(node.where, f"$.tiers{node.path.rpartition('.tiers')[2]}", plugin)
     return decode.construct(shape, node, {"name": name, "config": config, "source": source, **core})
 
 
