@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import json
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from kvtier_core.errors import ConfigError
 from kvtier_core.hosts.pages import PageStore
 
+EXAMPLE = json.loads((Path(__file__).parents[2] / "examples/hosts/sglang.json").read_text())
 PAGES = 12
 FRAME = 8192
 PROMPT = RadixKey(array.array("q", range(PAGES * PAGE)))
@@ -42,8 +44,7 @@ def weights(tmp_path) -> Path:
 def extra(*tiers, v1: bool = True, **document) -> dict:
     """SGLang's extra configuration for these store tiers."""
     config = {"version": 1, "tiers": [{"type": "cpu", "capacity": f"{64 * FRAME}B"}, *tiers], "load_wait": "20s"}
-    names = {"backend_name": "kvtier", "module_path": "kvtier_core.hosts.hicache", "class_name": "KVTierHiCache"}
-    return {**names, "interface_v1": int(v1), "config": {**config, **document}}
+    return {**EXAMPLE, "interface_v1": int(v1), "config": {**config, **document}}
 
 
 def disk(path: Path, capacity: str = "64MiB", **settings) -> dict:
@@ -115,25 +116,50 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(content)
 
 
-def test_a_flipped_byte_ends_the_prefix(host, tmp_path):
+def truncate(file: Path, at: int) -> None:
+    os.truncate(file, at)
+
+
+@pytest.mark.parametrize("harm", [flip, truncate])
+def test_a_damaged_page_ends_the_prefix(host, tmp_path, harm):
     first = host(disk(tmp_path / "kv"))
     written = first.back_up(PROMPT)
     first.close()
-    flip(frames(tmp_path)[0], 4096 + 100)
+    harm(frames(tmp_path)[0], 4096 + 100)
     found = host(disk(tmp_path / "kv")).prefetch(PROMPT)
     assert len(found) < PAGES
     assert same(found, written[: len(found)])
 
 
-def test_the_file_backend_of_sglang_serves_a_flipped_byte(tmp_path, monkeypatch):
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "files"))
-    theirs = Host("file", "page_first", {})
+def test_the_file_backend_of_sglang_serves_a_flipped_byte_and_pages_of_other_weights(weights, tmp_path):
+    theirs = Host("file", "page_first", {"file_storage_path": str(tmp_path / "files")})
     written = theirs.back_up(PROMPT)
+    theirs.close()
+    model(weights, 1)
+    theirs = Host("file", "page_first", {"file_storage_path": str(tmp_path / "files")})
+    assert same(theirs.prefetch(PROMPT), written)
     flip(sorted((tmp_path / "files").iterdir())[0], 100)
     found = theirs.prefetch(PROMPT)
     theirs.close()
     assert len(found) == PAGES
     assert not same(found, written)
+
+
+def test_the_file_backend_of_sglang_keeps_a_capacity(tmp_path):
+    nbytes = len(host_pool("page_first").get_dummy_flat_data_page()) * 2
+    extra = {"file_storage_path": str(tmp_path / "files"), "max_size": 5 * nbytes}
+    theirs = Host("file", "page_first", extra)
+    theirs.back_up(PROMPT)
+    theirs.close()
+    assert 0 < len(list((tmp_path / "files").iterdir())) <= 5
+
+
+def test_half_a_page_costs_the_file_backend_of_sglang_its_whole_batch(tmp_path):
+    theirs = Host("file", "page_first", {"file_storage_path": str(tmp_path / "files")})
+    theirs.back_up(PROMPT)
+    truncate(sorted((tmp_path / "files").iterdir())[0], 100)
+    assert theirs.prefetch(PROMPT) == []
+    theirs.close()
 
 
 def test_other_weights_find_nothing_and_take_nothing_away(host, weights, tmp_path):

@@ -30,7 +30,8 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 
 from kvtier_core.errors import ConfigError
 
-MODEL = "org/model"
+EXAMPLE = json.loads((Path(__file__).parents[2] / "examples/hosts/lmcache.json").read_text())
+(MODEL,) = EXAMPLE["adapter_params"]["models"]
 KV = MemoryLayoutDesc([torch.Size((2, 4, 64, 32))], [torch.bfloat16])
 NBYTES = 32_768
 OTHER = MemoryLayoutDesc([torch.Size((2, 4, 32, 64))], [torch.bfloat16])
@@ -135,9 +136,7 @@ def model(tmp_path) -> Path:
 
 def ours(tier: dict, model: Path, **settings) -> dict:
     stack = {"version": 1, "load_wait": "20s", "tiers": [{"type": "cpu", "capacity": "4MiB"}, tier], **settings}
-    params = {"config": stack, "models": {MODEL: str(model)}}
-    where = {"module_path": "kvtier_core.hosts.lmcache", "class_name": "KVTierL2Adapter"}
-    return {"type": "plugin", **where, "adapter_params": params}
+    return EXAMPLE | {"adapter_params": {"config": stack, "models": {MODEL: str(model)}}}
 
 
 def disk(tmp_path) -> dict:
@@ -163,13 +162,20 @@ def objects_in(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file() and file.stat().st_size >= NBYTES]
 
 
-def damage(folder: Path) -> None:
-    """Flip a bit of each object there."""
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def damage(folder: Path, harm=flip) -> None:
     assert len(objects_in(folder)) == len(KEYS)
     for file in objects_in(folder):
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 0x40
-        file.write_bytes(content)
+        harm(file)
 
 
 def test_what_was_stored_is_found_and_comes_back(adapter):
@@ -188,22 +194,45 @@ def test_it_is_found_after_a_restart(adapter):
     assert adapter().open().load() == list(range(8))
 
 
-def test_a_flipped_byte_is_not_loaded(adapter, tmp_path):
+@pytest.mark.parametrize("harm", [flip, truncate])
+def test_a_damaged_object_is_not_loaded(adapter, tmp_path, harm):
     first = adapter().open()
     first.store()
     first.real.close()
-    damage(tmp_path / "kv")
+    damage(tmp_path / "kv", harm)
     second = adapter().open()
-    assert second.lookup() == list(range(8))
     assert second.load() == second.lookup() == []
 
 
-def test_their_own_adapter_for_files_serves_it(adapter, tmp_path):
-    theirs = adapter({"type": "fs", "base_path": str(tmp_path / "theirs")})
-    assert theirs.store()
+def test_the_capacity_is_kept(adapter, tmp_path, model):
+    """A frame is a header of 4 KiB and the object; there is room for three."""
+    serving = adapter(ours(disk(tmp_path) | {"capacity": "110KiB"}, model)).open()
+    for number in range(0, 32, 8):
+        serving.store([key(number + each) for each in range(8)])
+        assert len(objects_in(tmp_path / "kv")) <= 3
+    serving.real.close()
+    assert 0 < len(objects_in(tmp_path / "kv")) <= 3
+
+
+def test_what_their_own_adapter_for_files_does(adapter, tmp_path, model):
+    """A restart finds all, whatever the weights are. Half a file is no hit, but its bytes are in the object."""
+    spec = {"type": "fs", "base_path": str(tmp_path / "theirs")}
+    first = adapter(spec)
+    assert first.store()
+    first.real.close()
+    (model / "model.safetensors").write_bytes(b"WEIGHTS" * 1000)
+    second = adapter(spec)
+    assert second.load() == list(range(8))
     damage(tmp_path / "theirs")
     with pytest.raises(AssertionError, match="not the bytes that were stored"):
-        theirs.load()
+        second.load()
+    for file in (tmp_path / "theirs").iterdir():
+        truncate(file)
+    assert second.lookup() == list(range(8))
+    with pytest.raises(AssertionError, match="not the bytes that were stored"):
+        second.load()
+    assert second.store([key(number) for number in range(8, 64)])
+    assert len(list((tmp_path / "theirs").iterdir())) == 64
 
 
 def test_other_weights_under_the_same_name_are_not_found(adapter, model):

@@ -21,7 +21,7 @@ MUTANTS = (
         VLLM,
         "JobResult(job.job_id, not lost, good,",
         "JobResult(job.job_id, True, good,",
-        OF_VLLM + "test_one_flipped_byte_is_computed_again",
+        OF_VLLM + "test_a_damaged_file_is_computed_again",
     ),
     Mutant(
         "offloads-under-any-weights",
@@ -207,7 +207,7 @@ MUTANTS = (
         HICACHE,
         "if key.encode() in good}",
         "}",
-        OF_HICACHE + "test_a_flipped_byte_ends_the_prefix",
+        OF_HICACHE + "test_a_damaged_page_ends_the_prefix",
         SGLANG,
     ),
     Mutant(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,10 +12,12 @@ from pathlib import Path
 import pytest
 from conftest import BLOCK, Answer, Engine, prompt
 from disks import tmpfs
-from servers.redis import one_server
+from servers.redis import one_server, wait_until
 from sizes import some
 
 from kvtier_core.errors import ConfigError
+from kvtier_core.hosts.model_pages import ModelPages, Page
+from kvtier_core.hosts.pages import PageStore
 from kvtier_disk.backend import DiskBackend
 
 ASKED = prompt(180, 530)
@@ -67,15 +71,16 @@ class Offloading:
         assert self._engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
 
 
-def over(config):
-    """Options of an engine that offloads to its CPU memory, and from there to this stack."""
+def over(tier):
+    """Options of an engine that offloads to its CPU memory, and from there to this stack, or to a tier of vLLM's."""
     from vllm.config import KVTransferConfig
 
-    tier = {"type": "KVTier", "module_path": "kvtier_core.hosts.vllm_tiers", "config": config}
-    extra = {"cpu_bytes_to_use": 16 << 20, "blocks_per_chunk": 2, "secondary_tiers": [tier]}
+    example = json.loads((Path(__file__).parents[2] / "examples/hosts/vllm.json").read_text())
+    extra = example["kv_connector_extra_config"]
+    tiers = [tier if "type" in tier else {**each, "config": tier} for each in extra["secondary_tiers"]]
+    extra |= {"cpu_bytes_to_use": 16 << 20, "blocks_per_chunk": 2, "secondary_tiers": tiers}
     extra |= {"spec_name": "TieringOnTheCPU", "spec_module_path": "on_the_cpu"}
-    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
-    return {"kv_transfer_config": transfer}
+    return {"kv_transfer_config": KVTransferConfig(**example)}
 
 
 @pytest.fixture
@@ -124,12 +129,21 @@ def test_after_a_restart_the_answer_comes_from_our_disk(offloading, tmp_path, tr
         assert second.ask(prompt(181, 530)).cached == 0
 
 
-def test_one_flipped_byte_is_computed_again(offloading, tmp_path, truth):
+def flip(file: Path) -> None:
+    """A bit of the exponent of a number."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 + 3] ^= 0x40
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("harm", some([flip, truncate]))
+def test_a_damaged_file_is_computed_again(offloading, tmp_path, truth, harm):
     store(offloading, stack(disk(tmp_path / "kv")))
-    damaged = frames(tmp_path)[0]
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 0x40
-    damaged.write_bytes(content)
+    harm(frames(tmp_path)[0])
     with offloading(stack(disk(tmp_path / "kv"))) as second:
         answer = second.ask()
         assert answer.cached < HIT
@@ -145,6 +159,73 @@ def test_other_weights_in_the_same_folder_find_nothing(offloading, tmp_path):
     tiny_llama.make(model, seed=1)
     with offloading(stack(disk(tmp_path / "kv")), model=model) as second:
         assert second.ask().cached == 0
+
+
+@pytest.mark.more
+def test_the_fs_tier_of_vllm_serves_a_flipped_byte_and_kv_of_other_weights(offloading, tmp_path):
+    import tiny_llama
+
+    model = tmp_path / "model"
+    tiny_llama.make(model, seed=0)
+    theirs = {"type": "fs", "root_dir": str(tmp_path / "fs")}
+    with offloading(theirs, model=model) as first:
+        right = first.ask()
+        first.settle()
+
+    def again() -> Answer:
+        with offloading(theirs, model=model) as engine:
+            return engine.ask()
+
+    answer = again()
+    assert answer.cached == HIT
+    assert same(answer, right)
+    files = list((tmp_path / "fs").rglob("*.bin"))
+    assert len(files) == CHUNKS
+    for each in files:
+        flip(each)
+    answer = again()
+    assert answer.cached == HIT
+    assert not same(answer, right)
+    tiny_llama.make(model, seed=1)
+    assert again().cached == HIT
+    for each in files:
+        truncate(each)
+    assert again().cached == 0
+
+
+def test_another_host_over_the_same_folder_finds_nothing(offloading, model, tmp_path, monkeypatch):
+    """Under the same keys, with the same weights. In vLLM's namespace all are found."""
+    opened, stored = [], []
+
+    class Watched(PageStore):
+        def __init__(self, *arguments, **options):
+            opened.append(arguments)
+            super().__init__(*arguments, **options)
+
+        def put(self, keys, pages):
+            stored.extend(keys)
+            return super().put(keys, pages)
+
+    monkeypatch.setattr("kvtier_core.hosts.vllm_tiers.PageStore", Watched)
+    store(offloading, stack(disk(tmp_path / "kv", shared=True)))
+    ((config, namespace, nbytes),) = opened
+    ours = PageStore(config, namespace, nbytes)
+    lmcache = ModelPages(config, "a name", model, {"host": "LMCache"})
+    wait_until(lambda: lmcache.store_for(Page("bytes", nbytes)), "its weights are not read")
+    try:
+        theirs = lmcache.store_for(Page("bytes", nbytes))
+        assert len(stored) >= CHUNKS
+        assert [found(each, stored) for each in (ours, theirs)] == [set(stored), set()]
+    finally:
+        lmcache.close()
+        ours.close()
+
+
+def found(pages: PageStore, keys: list[bytes]) -> set[bytes]:
+    ticket, results = pages.contains(keys), []
+    wait_until(lambda: results.extend(pages.poll()) or results, "it does not answer")
+    assert [result.ticket for result in results] == [ticket]
+    return set(results[0].keys)
 
 
 def test_after_a_reset_nothing_is_found_nor_what_follows_after_a_restart(offloading, tmp_path, truth):
