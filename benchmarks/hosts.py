@@ -1,113 +1,87 @@
-"""Pages of a host in kvtier's disk tier, against vLLM's own `fs` tier in the same folder's filesystem."""
+"""Pages of hosts in kvtier's tiers, against the hosts' own stores in the same place."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import time
+import importlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, OffloadingKVEventsConfig, OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingModelConfig, OffloadingParallelConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from benchmarks.measure import GIB, Case, Table, interleaved, progress, scratch
+from benchmarks.host_sides import KVTIER, PAGE, PAGES, ROUNDS, SLOTS, Side, compared, disk, memory, stack, wait_for
+from benchmarks.measure import Table, progress, scratch
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.hosts.pages import PageStore
 from kvtier_core.types import Namespace, Nbytes
 
-ROUNDS = 9
-PAGE = 1 << 20
-PAGES = 128
-SLOTS = 32  # of the arena: a page that is loaded was read from the disk
-FS, KVTIER = "vLLM's fs tier", "kvtier"
-_PAUSE = 1e-4  # seconds between two polls
+FS = "vLLM's fs tier"
+#: By module of this package: the packages that it needs besides, where `make test-hosts` has put them, and the tests'.
+OTHERS = {
+    "host_lmcache": ("build/lmcache-0.5.6",),
+    "host_sglang": ("build/sglang-0.5.23", "tests/hosts"),
+}
 
 
 def tables(folder: Path) -> Iterator[Table]:
+    """What is below vLLM's memory, and LMCache's and SGLang's if they are there."""
     progress(f"hosts: {PAGES} pages of {Nbytes(PAGE)}, {ROUNDS} rounds")
     with scratch(folder) as place, _kvtier(place / "kvtier") as ours, _fs(place / "fs") as theirs:
-        rows = []
-        for what, work in (("store", "store"), ("load", "load"), (f"which of {PAGES} are there", "look")):
-            sides = [(FS, theirs), (KVTIER, ours)]
-            cases = [Case(name, getattr(side, work), getattr(side, f"before_{work}")) for name, side in sides]
-            times = interleaved(cases, ROUNDS)
-            for name, _ in sides:
-                seconds = times.median(name)
-                speed = f"{seconds * 1000:.1f} ms" if work == "look" else f"{PAGES * PAGE / seconds / GIB:.2f} GiB/s"
-                rows.append((what, name, speed, "1" if name == FS else times.ratio(FS, name)))
-    yield Table(
-        title="Pages of a host, beside vLLM's own fs tier",
-        says=f"One job of {PAGES} pages of {Nbytes(PAGE)} from the host's memory to files, or back, both with O_DIRECT "
-        f"where the filesystem has it. kvtier copies each page to one of {SLOTS} slots, seals it, and verifies it "
-        "when it is read; the fs tier reads and writes the host's memory and checks nothing. A store ends with its "
-        "last file, a lookup with the answer to the last key. Ratios are of speeds in the same round: median (min to "
-        f"max) of {ROUNDS}.",
-        header=("", "", "speed", "of the fs tier"),
-        rows=rows,
-    )
+        says = "Both with O_DIRECT where the filesystem has it. A store ends with its last file."
+        yield compared("Pages of vLLM's memory, beside its own fs tier", says, {FS: theirs, KVTIER: ours})
+    for module, paths in OTHERS.items():
+        places = [Path(__file__).parents[1] / each for each in paths]
+        if not all(each.exists() for each in places):
+            progress(f"{places[0]} is not there: {module} is not measured; make test-hosts")
+            continue
+        progress(f"hosts: {module}")
+        sys.path += map(str, places)
+        with scratch(folder) as place:
+            yield from importlib.import_module(f"benchmarks.{module}").tables(place)
 
 
-@attrs.define
-class _Side:
-    """One of the two. The keys that it looks up and loads are those of the last store."""
-
-    page_keys: list[bytes] = attrs.field(factory=list)
-    number: int = 0
-
-    def before_store(self) -> None:
-        self.number += 1
-        self.page_keys = [b"%032d" % (self.number * PAGES + place) + bytes(4) for place in range(PAGES)]
-
-    def before_load(self) -> None:
-        pass
-
-    before_look = before_load
-
-
-@attrs.define
-class _Kvtier(_Side):
-    pages: PageStore = attrs.field(kw_only=True)
-    memory: memoryview = attrs.field(kw_only=True)
-    others: list[bytes] = attrs.field(factory=list)  #: that fill the arena between two loads
+class _Kvtier(Side):
+    def __init__(self, pages: PageStore):
+        self.pages, self.memory = pages, memory()
+        self.others: list[bytes] = []  # that fill the arena between two loads
 
     def store(self) -> None:
-        assert self._ended(self.pages.put(self.page_keys, self._views())) == PAGES
-        _wait(lambda: not self.pages.busy)
+        assert self._ended(self.pages.put(_keys(self.number), self._views())) == PAGES
+        wait_for(lambda: not self.pages.busy)
 
     def before_load(self) -> None:
         if not self.others:
             self.others = [b"other %d" % number for number in range(SLOTS)]
             self._ended(self.pages.put(self.others, self._views()[:SLOTS]))
-            _wait(lambda: not self.pages.busy)
+            wait_for(lambda: not self.pages.busy)
         self._ended(self.pages.get(self.others, self._views()[:SLOTS]))
 
     def load(self) -> None:
-        assert self._ended(self.pages.get(self.page_keys, self._views())) == PAGES
+        assert self._ended(self.pages.get(_keys(self.number), self._views())) == PAGES
 
     def look(self) -> None:
-        assert self._ended(self.pages.contains(self.page_keys)) == PAGES
+        assert self._ended(self.pages.contains(_keys(self.number))) == PAGES
 
     def _views(self) -> list[memoryview]:
         return [self.memory[place * PAGE : (place + 1) * PAGE] for place in range(PAGES)]
 
     def _ended(self, ticket: int) -> int:
-        (result,) = _wait(self.pages.poll)
+        (result,) = wait_for(self.pages.poll)
         assert result.ticket == ticket
         return len(result.keys)
 
 
-@attrs.define
-class _Fs(_Side):
-    tier: FileSystemTierManager = attrs.field(kw_only=True)
-    jobs: int = 0
+class _Fs(Side):
+    def __init__(self, tier: FileSystemTierManager):
+        self.tier, self.jobs = tier, 0
 
     def store(self) -> None:
         self._ended(self.tier.submit_store, is_promotion=False)
@@ -118,7 +92,7 @@ class _Fs(_Side):
     def look(self) -> None:
         self.jobs += 1
         context = ReqContext(str(self.jobs))
-        open_keys = set(map(OffloadKey, self.page_keys))
+        open_keys = set(map(OffloadKey, _keys(self.number)))
 
         def answered() -> bool:
             open_keys.difference_update(
@@ -127,33 +101,27 @@ class _Fs(_Side):
             self.tier.on_schedule_end(ScheduleEndContext((), ()))
             return not open_keys
 
-        _wait(answered)
+        wait_for(answered)
         self.tier.on_request_finished(context)
 
     def _ended(self, submit: Callable[[TransferJob], None], *, is_promotion: bool) -> None:
         self.jobs += 1
-        keys = list(map(OffloadKey, self.page_keys))
+        keys = list(map(OffloadKey, _keys(self.number)))
         submit(TransferJob(self.jobs, keys, np.arange(PAGES), is_promotion, ReqContext(str(self.jobs))))
-        (job,) = _wait(self.tier.get_finished_jobs)
+        (job,) = wait_for(self.tier.get_finished_jobs)
         assert job.success
 
 
-def _wait(until: Callable[[], Any]) -> Any:
-    while not (found := until()):
-        time.sleep(_PAUSE)
-    return found
+def _keys(number: int) -> list[bytes]:
+    return [b"%032d" % (number * PAGES + place) + bytes(4) for place in range(PAGES)]
 
 
 @contextlib.contextmanager
 def _kvtier(folder: Path) -> Iterator[_Kvtier]:
-    tiers = [
-        {"type": "cpu", "capacity": f"{SLOTS * (PAGE + 4096)}B", "eviction": "lru"},
-        {"type": "disk", "path": str(folder), "capacity": "1TiB", "min_free": "0B"},
-    ]
-    config = load_config({"version": 1, "load_wait": "60s", "tiers": tiers}, Registry.discover())
+    config = load_config(stack(disk(folder)), Registry.discover())
     pages = PageStore(config, Namespace.of({"weights": "of the benchmark"}), PAGE)
     try:
-        yield _Kvtier(pages=pages, memory=_memory())
+        yield _Kvtier(pages)
     finally:
         pages.close()
 
@@ -171,16 +139,9 @@ def _fs(folder: Path) -> Iterator[_Fs]:
     spec: Any = types.SimpleNamespace(
         config=config, blocks_per_chunk=1, kv_events_config=OffloadingKVEventsConfig(False, False)
     )
-    view = np.frombuffer(_memory(), np.int8).reshape(PAGES, PAGE).data
+    view = np.frombuffer(memory(), np.int8).reshape(PAGES, PAGE).data
     tier = FileSystemTierManager(spec, view, "fs", root_dir=str(folder))
     try:
-        yield _Fs(tier=tier)
+        yield _Fs(tier)
     finally:
         tier.shutdown()
-
-
-def _memory() -> memoryview:
-    """The pages of a host, all of them there."""
-    memory = memoryview(mmap.mmap(-1, PAGES * PAGE))
-    memory[:] = np.random.default_rng(0).bytes(len(memory))
-    return memory
