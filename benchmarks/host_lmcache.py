@@ -126,8 +126,8 @@ class _Adapter(Side):
         task = self.real.submit_store_task(keys, self._objects[: len(keys)])
         ended = _ended(self.real.get_store_event_fd(), lambda: self.real.pop_completed_store_tasks().get(task))
         must(ended.is_successful())
-        for model in getattr(self.real, "_models", {}).values():  # kvtier's take copies, and write them afterwards
-            wait_for(lambda store=model._store: not store.busy)
+        models = getattr(self.real, "_models", {}).values()  # kvtier's take copies, and write them afterwards
+        wait_for(lambda: not any(model._store.busy for model in models))
 
     def _load(self, keys: list[ObjectKey]) -> None:
         task = self.real.submit_load_task(keys, self._objects[: len(keys)])
