@@ -21,7 +21,7 @@ BUDGETS = {
         + [f"{CORE}/transfer/io_pool.py"],
     ),
     "server": (3479, [f"{CORE}/server"]),
-    "core": (35940, [CORE]),  # aim: 25500, without the server
+    "core": (35997, [CORE]),  # aim: 25500, without the server
     "testing kit": (4563, [f"{CORE}/testing"]),
     "plugins": (8869, ["plugins/*/kvtier_*"]),
 }
