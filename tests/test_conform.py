@@ -178,7 +178,7 @@ def test_a_tier_that_breaks_laws_is_told_which_and_what_follows(file, tmp_path, 
         (["conform", "cpu", "--excuse", "test_close_twice"], "excuses test_close_twice without a reason"),
     ],
 )
-def test_what_cannot_be_tried_is_refused(file, capsys, arguments, why):
+def test_tiers_that_cannot_be_tried_are_refused(file, capsys, arguments, why):
     assert main([*arguments, "--config", str(file)]) == 2
     told = capsys.readouterr()
     assert why in told.err

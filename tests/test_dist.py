@@ -204,7 +204,7 @@ def test_the_extension_is_named_as_the_wheel_is_tagged(built):
         assert re.search(r"-(many|musl)linux_\d+_\d+_\w+\.whl$", wheel.name)
 
 
-def test_what_is_compiled_links_nothing_of_the_engines(built, tmp_path):
+def test_compiled_code_does_not_link_to_the_engine(built, tmp_path):
     for wheel in built.glob("kvtier-*.whl"):
         zipfile.ZipFile(wheel).extractall(tmp_path / wheel.stem)
     libraries = [*tmp_path.rglob("*.so")]
@@ -230,7 +230,7 @@ def test_an_sdist_is_the_same_wherever_and_whenever_it_is_built(built, name, tmp
     assert again.read_bytes() == sdist.read_bytes()
 
 
-def test_without_a_compiler_the_core_is_installed_all_the_same(built, python, tmp_path):
+def test_without_a_compiler_the_core_is_installed_nevertheless(built, python, tmp_path):
     """From the sdist, on a machine that cannot build the extension: in plain Python, and it says so."""
     (sdist,) = built.glob("kvtier-*.tar.gz")
     with tarfile.open(sdist) as archive:

@@ -47,7 +47,7 @@ def report(*sections: Section, seconds: float = 100.0) -> list[Outcome]:
 # -- the report ------------------------------------------------------------------------------------------
 
 
-def test_what_sections_print_is_the_report():
+def test_the_report_contains_the_output_of_sections():
     outcomes = report(python("print('noise')\n" + prints(TABLE)), python("pass"))
     assert (failed(outcomes), [each.tables for each in outcomes]) == ([], [[TABLE], []])
     assert "## Speeds\n\nin GB/s\n\n| page | speed |\n| --- | ---: |\n| 2KiB | 12.3 |\n| 8KiB | 1234 |" in as_text(
@@ -83,7 +83,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_what_it_started_ends_with_it():
+def test_its_child_processes_end_with_it():
     """A worker that CUDA holds must not keep the GPU from the sections behind it."""
     ended = start(("sh", "-c", "sleep 90 >/dev/null 2>&1 & echo $!; wait"), 2)
     assert ended.code is None
@@ -93,7 +93,7 @@ def test_what_it_started_ends_with_it():
     assert not runs(int(ended.out))
 
 
-def test_time_is_shared_and_its_end_is_told():
+def test_time_is_shared_and_its_end_is_reported():
     now, limits = [0.0], []
 
     def takes_long(command, limit):
@@ -107,7 +107,7 @@ def test_time_is_shared_and_its_end_is_told():
     assert (failed(outcomes), outcomes[-1].problems) == (["d"], ["no time was left for it"])
 
 
-def test_what_one_section_leaves_another_may_take_and_no_more():
+def test_a_section_may_use_only_the_time_that_others_left():
     now, limits = [0.0], []
 
     def takes(command, limit):
@@ -127,7 +127,7 @@ def test_what_one_section_leaves_another_may_take_and_no_more():
 # -- what is measured ------------------------------------------------------------------------------------
 
 
-def test_engines_are_told_and_wrong_kv_is_a_problem():
+def test_engines_are_reported_and_wrong_kv_is_a_problem():
     def wrong():
         raise WrongKV("step 3: 2 tokens were read that are not what was computed")
 
@@ -201,7 +201,7 @@ def test_correctness_is_checked_before_speed():
 @pytest.mark.parametrize(
     "file, module, package", [("attrs", attr, "attr"), ("attrs", attrs, "attrs"), ("yaml", yaml, "yaml")]
 )
-def test_what_lies_here_is_what_was_released(file, module, package):
+def test_vendored_packages_are_the_released_ones(file, module, package):
     assert gpu._VENDORED[file].split("-")[1].removesuffix(".zip") == version("PyYAML" if file == "yaml" else file)
     with zipfile.ZipFile(ROOT / "benchmarks/vendor" / gpu._VENDORED[file]) as archive:
         names = [name for name in archive.namelist() if name.startswith(f"{package}/") and name.endswith(".py")]

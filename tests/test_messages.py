@@ -121,7 +121,7 @@ def test_no_code_cuts_the_hit_lines_of_the_log():
     assert cut == []
 
 
-def test_nothing_is_logged_in_two_places():
+def test_each_message_is_logged_in_one_place():
     logged = Counter(text for file in FILES for said, text in messages(file) if said.startswith("log "))
     assert len(logged) > 25
     assert [text for text, places in logged.items() if places > 1] == []

@@ -80,7 +80,7 @@ def test_every_event_is_read_as_rows_of_the_table():
         assert len(reading.labels) == len(OF_A_NAME[reading.metric].labels), reading
 
 
-def test_what_is_counted_of_an_event_is_counted_once():
+def test_each_count_of_an_event_is_made_once():
     keys = (b"a" * 32, b"b" * 32)
     (reading, seconds, nbytes) = Readings().add([Event(EventKind.EVICTED, "disk", keys, 10, "for room", 0.5)])
     assert reading == ("kvtier_evicted_chunks", ("disk", "for room"), 2)

@@ -98,7 +98,7 @@ def test_a_new_project_is_used_in_yaml_at_once(projects, python, kind, tmp_path)
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_nothing_of_the_example_is_left(projects, kind):
+def test_no_name_of_the_example_remains(projects, kind):
     project = projects / f"kvtier-my-{kind}"
     made = [path for path in project.rglob("*") if "__pycache__" not in path.parts]
     assert not [path for path in made if "example" in str(path.relative_to(project))]
@@ -134,7 +134,7 @@ def test_a_name_that_cannot_be_is_refused(name, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten(tmp_path, capsys):
+def test_existing_files_are_not_overwritten(tmp_path, capsys):
     (tmp_path / "kvtier-mine").mkdir()
     assert main(["new", "mine", "--kind", "backend", "--into", str(tmp_path)]) == 2
     assert "is there already; choose another name, or another folder with --into" in capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_a_pin_is_its_owners_alone(arena):
     assert arena.pins_by_holder() == {"two": 2}
 
 
-def test_who_pins_nothing_is_no_holder(arena):
+def test_a_holder_without_pins_is_not_listed(arena):
     assert arena.pin([], "nobody") == []
     assert "nobody" not in arena.pins_by_holder()
 
@@ -191,7 +191,7 @@ def test_a_pinned_chunk_is_gone_at_once_and_its_slot_later(arena):
 
 
 @pytest.mark.parametrize("ending", ["commit", "abort"])
-def test_what_was_being_filled_at_a_clear_is_never_found(arena, ending):
+def test_chunks_being_filled_at_an_invalidation_are_never_found(arena, ending):
     arena.reserve([A])
     arena.invalidate_all()
     assert (arena.is_reserved(A), arena.has(A), arena.has_slot(A)) == (False, False, True)

@@ -455,6 +455,6 @@ def test_a_planted_bug_breaks_its_law(tmp_path, monkeypatch, planted, law):
         (HasAllItsBlocks, GIVES_BACK),
     ],
 )
-def test_what_is_allowed_breaks_no_law(tmp_path, monkeypatch, memory, law):
+def test_permitted_behaviour_breaks_no_law(tmp_path, monkeypatch, memory, law):
     monkeypatch.setattr(TestReference, "planted", PlantedArena(memory=memory))
     getattr(TestReference(), law)(tmp_path)

@@ -73,20 +73,20 @@ def test_absent_keys_are_forgotten_in_their_order_and_unusable_ones_much_later()
     assert asked_for() == [1, 1, 1]
 
 
-def test_what_is_found_comes_up_without_being_named_again(bench):
+def test_found_chunks_are_promoted_without_being_named_again(bench):
     bench.look(PATH)
     bench.settle()
     assert bench.look(PATH) == [READY] * 5 + [MISS] * 3
 
 
-def test_nothing_behind_a_chunk_that_is_not_there_comes_up(bench):
+def test_chunks_behind_a_missing_one_are_not_promoted(bench):
     del bench.shelves[0].frames[PATH[2]]
     bench.look(PATH)
     bench.settle()
     assert [bench.arenas[0].has(key) for key in PATH[:5]] == [True, True, False, False, False]
 
 
-def test_what_is_not_worth_it_does_not_come_up(bench):
+def test_chunks_not_worth_loading_are_not_promoted(bench):
     tier = bench.tiers[0]
     tier._reads._speed.rate, tier._reads._speed.answer = 1.0, 1e-9
     limit = LoadLimit(chunk_seconds=1e-3, wait=2.0)
@@ -97,7 +97,7 @@ def test_what_is_not_worth_it_does_not_come_up(bench):
     assert found.miss_reason == str(found.declined)
 
 
-def test_nobody_waits_for_a_probe(bench):
+def test_no_request_waits_for_a_probe(bench):
     tier = bench.tiers[0]
     tier._reads._speed.rate, tier._reads._speed.answer = 1.0, 1e-9
     limit = LoadLimit(chunk_seconds=1e-3, wait=2.0)
@@ -111,7 +111,7 @@ def test_nobody_waits_for_a_probe(bench):
     assert len(bench.manager.lookup(PATH, "second", limit).slots) == 5
 
 
-def test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing(bench):
+def test_no_request_waits_for_an_answer_slower_than_a_tenth_of_computing(bench):
     bench.tiers[0]._reads._speed.answer = 0.1
     assert bench.manager.lookup(PATH, "slow", LoadLimit(0.1, 2.0)).pending == 0
     assert bench.manager.lookup(PATH, "worth it", LoadLimit(0.2, 2.0)).pending == 8
@@ -145,7 +145,7 @@ def test_a_prefetch_brings_up_a_quarter_of_the_arena_and_pins_nothing(bench):
     assert len(again.arenas[0].index) == 4
 
 
-def test_what_was_prefetched_and_not_used_counts(bench):
+def test_unused_prefetched_chunks_count(bench):
     bench.manager.prefetch(PATH[:3])
     bench.settle()
     bench.manager.prefetch(PATH)
@@ -169,7 +169,7 @@ def tier():
     return bench
 
 
-def test_nobody_waits_for_a_store_that_owes_an_answer(tier):
+def test_no_request_waits_for_a_store_that_owes_an_answer(tier):
     """Also if it has never given one: it may hang from the start."""
     limit = LoadLimit(chunk_seconds=1.0, wait=2.0)
     tier.tier.request_lookup(PATH[5:])

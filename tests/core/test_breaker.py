@@ -24,7 +24,7 @@ def probe(breaker, now):
     breaker.begin(now)
 
 
-def test_whoever_succeeds_is_never_left_alone(breaker):
+def test_a_store_that_succeeds_is_never_blocked(breaker):
     for now in range(5):
         probe(breaker, now)
         assert not breaker.succeed()

@@ -67,7 +67,7 @@ def written(codec, backend, keys=KEYS):
     return write_frames(backend, codec, [FrameWrite(key, None, sealed(key)) for key in keys])
 
 
-def test_as_many_buffers_are_made_as_frames_are_under_way_at_once(codec, made):
+def test_there_are_as_many_buffers_as_frames_under_way(codec, made):
     for _ in range(5):
         written(codec, Shelf())
     assert len(made) == len(KEYS)
@@ -102,7 +102,7 @@ def test_a_buffer_of_which_a_view_was_kept_is_not_used_again(codec, made):
     assert len(made) == 2 * len(KEYS)
 
 
-def test_nothing_of_what_a_buffer_held_before_is_stored(codec):
+def test_earlier_bytes_of_a_buffer_are_not_stored(codec):
     shelf = Shelf()
     written(codec, shelf)
     for frame in shelf.frames.values():

@@ -114,7 +114,7 @@ def test_a_policy_may_have_no_opinion_on_trees():
     assert choose(held("abc", "abc", policy=Indifferent), 2) == "ab"
 
 
-def test_whoever_may_not_leave_keeps_its_parents():
+def test_a_chunk_that_stays_keeps_its_parents():
     index = held("abcx", "abc", "x")
     assert choose(index, 9, spared="c") == "x"
     assert choose(index, 9, spared="b") == "cx"
@@ -127,7 +127,7 @@ def test_less_is_chosen_when_there_is_no_more():
 
 
 @pytest.mark.parametrize("amount", [0, -1])
-def test_nobody_need_leave_for_nothing(amount):
+def test_no_victim_is_selected_for_nothing(amount):
     assert choose(held("ab", "ab"), amount) == ""
 
 
@@ -187,7 +187,7 @@ def test_newcomers_are_traded_for_victims_root_first(room, spared, traded):
     assert trade(held("abc", "abc"), "xyz", room, spared) == traded
 
 
-def test_whoever_hangs_on_a_newcomer_that_was_refused_is_refused():
+def test_chunks_behind_a_refused_newcomer_are_refused():
     index = CacheIndex(Listed("ab", refuses="y"))
     for key in "ab":
         admit(index, key, None, 1)
@@ -230,7 +230,7 @@ def test_the_policy_is_told_of_requests_and_ends():
     assert policy.told == [("abc", 3.0, {"priority": "low"}), ("b", True), ("a", False)]
 
 
-def test_a_parent_that_is_not_known_is_told_by_the_next_request():
+def test_a_parent_that_is_not_known_is_reported_by_the_next_request():
     """As after a restart."""
     index = CacheIndex(Listed("abc"))
     for key in "abc":
@@ -281,14 +281,14 @@ def grown(policy, chunks):
 
 
 @pytest.mark.parametrize("policy", [Fifo, Mru, S3Fifo])
-def test_what_is_spared_leaves_behind_its_children(policy):
+def test_a_spared_parent_leaves_after_its_children(policy):
     index, path = grown(policy(), 40)
     for leaf in reversed(path):
         assert index.select_victims(1, lambda key: 1) == [leaf]
         index.remove([leaf], evicted=True)
 
 
-def test_nobody_walks_twice_past_what_is_spared():
+def test_a_spared_parent_is_passed_over_once():
     """Whether chunks leave one by one or are asked about again and again."""
     policy = Walked()
     index, path = grown(policy, 1000)
@@ -311,7 +311,7 @@ def test_a_spared_chunk_that_gets_another_child_is_spared_again():
     assert index.select_victims(1, lambda key: 1, [{other}]) == [root]
 
 
-def test_whoever_is_leaving_holds_nobody():
+def test_a_leaving_chunk_does_not_keep_its_parent():
     index = held("abc", "abc")
     index.detach(keys("cb"))
     assert choose(index, 3, spared="bc") == "a"
@@ -321,7 +321,7 @@ def test_whoever_is_leaving_holds_nobody():
     assert choose(index, 3) == "a"
 
 
-def test_whoever_left_is_remembered_nowhere():
+def test_a_removed_chunk_leaves_nothing_behind():
     index = held("abc", "abc")
     index.remove(keys("cab"))
     assert index.resident.used == 0
@@ -331,7 +331,7 @@ def test_whoever_left_is_remembered_nowhere():
 
 
 @given(st.integers(0, 1000), st.integers(1, 12), st.integers(0, 12))
-def test_what_remains_can_be_reached(seed, count, amount):
+def test_the_remaining_chunks_are_reachable(seed, count, amount):
     """In any forest and any order, no chunk is left behind by its parent, and as many leave as should."""
     rng = random.Random(seed)
     all_of_them = "abcdefghijkl"[:count]

@@ -95,7 +95,7 @@ def test_a_prefix_has_the_keys_of_the_whole():
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 1.5])
-def test_what_is_no_token(token):
+def test_invalid_tokens(token):
     with pytest.raises(ContractError, match="^a token id is a whole number of 32 bits: "):
         keys([0, 1, 2, token])
 

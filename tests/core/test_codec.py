@@ -172,7 +172,7 @@ def test_a_codec_that_cannot_be_named_is_not_opened(config, why):
         identity_of(config)
 
 
-def test_the_problem_is_told_at_the_serializer(tmp_path):
+def test_the_problem_is_reported_at_the_serializer(tmp_path):
     tiers = (
         ArenaTierConfig("heap", HeapConfig(), Nbytes(1 << 20)),
         StoreTierConfig("disk", DiskConfig(path=tmp_path), Nbytes(1 << 20), serializer=SaysNothing()),
@@ -208,7 +208,7 @@ class AlsoXor(SerializerConfig):
     ],
     ids=repr,
 )
-def test_what_another_codec_wrote_is_incompatible(wrote, reads, error):
+def test_a_frame_of_another_codec_is_incompatible(wrote, reads, error):
     stored = codec_of(wrote).encode(KEY, sealed())
     assert read(wrote, stored)[0] == PAYLOAD or not wrote.lossless
     assert read(reads, stored)[0] is error
@@ -234,7 +234,7 @@ class Forgets(Xor):
     ("serializer", "error"),
     [(Raises, FrameError.UNDECODABLE), (Forgets, FrameError.UNDECODABLE), (Shortens, FrameError.DECODED)],
 )
-def test_whatever_decode_does_is_its_frames_alone(monkeypatch, serializer, error):
+def test_an_error_of_decode_fails_its_frame_alone(monkeypatch, serializer, error):
     stored = codec_of(XorConfig()).encode(KEY, sealed())
     monkeypatch.setattr(XorConfig, "open", lambda self, ctx: serializer(self.mask))
     assert read(XorConfig(), stored)[0] is error
@@ -314,7 +314,7 @@ def test_views_of_a_stack_are_aligned(tmp_path, monkeypatch, lossless, packed):
 # -- lossy codecs --------------------------------------------------------------------------------------
 
 
-def test_what_a_lossy_codec_decoded_says_so():
+def test_a_slot_decoded_by_a_lossy_codec_is_marked():
     """The frame in the slot is no raw frame to anybody who would store it."""
     stored = codec_of(LossyConfig()).encode(KEY, sealed())
     decoded, slot = read(LossyConfig(), stored)
@@ -334,7 +334,7 @@ def test_the_checksum_of_a_lossy_frame_is_of_what_it_decodes_to(monkeypatch):
     assert read(LossyConfig(), stored)[0] is FrameError.DECODED
 
 
-def test_what_a_lossy_codec_cannot_decode_is_not_written(monkeypatch):
+def test_a_frame_that_its_lossy_codec_cannot_decode_is_not_written(monkeypatch):
     monkeypatch.setattr(LossyConfig, "open", lambda self, ctx: Shortens(0))
     with pytest.raises(BackendError, match="decodes what it encoded to another length"):
         codec_of(LossyConfig()).encode(KEY, sealed())

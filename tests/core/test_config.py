@@ -192,7 +192,7 @@ def test_how_the_weights_are_identified(write, weights):
 
 
 @pytest.mark.parametrize("weights", ["fast", "Full", "name:", "acme-8b"])
-def test_a_name_for_weights_is_told_from_a_slip_of_the_pen(write, weights):
+def test_a_name_for_weights_is_distinguished_from_a_misspelling(write, weights):
     write(f"version: 1\ntiers: [{{type: cpu, capacity: 1GiB}}]\nidentity: {{weights: '{weights}'}}")
     assert complaints(load) == [f"kvtier.yaml:3: $.identity.weights: {weights!r} is none of full, sampled, name:…"]
 
@@ -217,7 +217,7 @@ def test_no_path_is_taken_for_another(write, monkeypatch, path, why):
     assert f"{path}: $: cannot be read: {why}" in str(refused.value)
 
 
-def test_every_problem_of_a_file_is_told(write):
+def test_every_problem_of_a_file_is_reported(write):
     write("""\
         version: 2
         chunk_tokens: 0
@@ -350,7 +350,7 @@ def test_unknown_types_do_not_hide_the_rest():
         ),
     ],
 )
-def test_what_is_no_stack(source, sentences):
+def test_invalid_stacks(source, sentences):
     assert complaints(load, source) == sentences
 
 
@@ -369,7 +369,7 @@ def test_the_chunk_must_suit_the_engine(write):
     ]
 
 
-def test_what_is_no_number_of_tokens(write):
+def test_invalid_numbers_of_tokens(write):
     write("version: 1\ntiers: [{type: cpu, capacity: 8GiB}]\nchunk_tokens: many")
     assert complaints(load) == [
         "kvtier.yaml:3: $.chunk_tokens: expected a whole number or 'auto', found 'many'",
@@ -427,7 +427,7 @@ def test_a_stack_opens_and_closes(write):
     assert not threads()
 
 
-def test_all_tiers_open_or_none_and_every_reason_is_told(write):
+def test_all_tiers_open_or_none_and_every_reason_is_reported(write):
     write("""\
         version: 1
         tiers:
@@ -609,7 +609,7 @@ def test_an_error_that_no_plugin_may_raise_is_a_problem_with_a_place(write, kind
 
 @pytest.mark.parametrize("value", [None, 7, WildConfig], ids=["None", "7", "a class"])
 @pytest.mark.parametrize("kind", WILD)
-def test_what_is_no_backend_is_a_problem_with_a_place(write, kind, value):
+def test_a_plugin_that_returns_no_backend_is_a_problem_with_a_place(write, kind, value):
     tiers, what, expected, key = WILD[kind]
     if (kind, value) == ("serializer", None):
         pytest.skip("means that frames are stored as they are")
@@ -707,7 +707,7 @@ def test_a_stack_says_which_plugins_were_chosen(write):
 
 
 @pytest.mark.parametrize("key", ["capacity", "inflight"])
-def test_nothing_is_no_capacity(write, key):
+def test_a_capacity_of_zero_is_refused(write, key):
     write(f"version: 1\ntiers: [{HOT}, {{type: disk, path: /d, {'capacity: 1GiB, ' * (key != 'capacity')}{key}: 0B}}]")
     assert complaints(load) == [f"kvtier.yaml:2: $.tiers[1].{key}: '{key}' must be more than 0B"]
 

@@ -249,7 +249,7 @@ def test_no_call_has_more_copies_than_drivers_survive(cuda):
     assert (cuda.c.fake_longest_batch(), cuda.calls("cuMemcpyBatchAsync")) == (2048, 3)
 
 
-def test_what_is_refused_together_is_copied_one_by_one_and_not_tried_again(cuda):
+def test_a_refused_batch_is_copied_one_by_one_and_not_retried(cuda):
     cuda.c.fake_most_in_batch(5)
     job = Job(cuda)
     job.store()
@@ -271,7 +271,7 @@ def test_a_broken_device_is_not_asked_again_and_again(cuda):
 
 @pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED])
 @pytest.mark.parametrize("function", ["cuMemcpyDtoHAsync", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel"])
-def test_what_fails_half_way_is_an_error_and_the_next_job_is_whole(cuda, method, function):
+def test_a_job_that_fails_half_way_raises_and_the_next_one_is_whole(cuda, method, function):
     cuda.c.fake_version(12000)
     job = Job(cuda, chunks=8, half_nbytes=2 * 8 * 4096)
     job.store(method)

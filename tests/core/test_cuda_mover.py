@@ -49,7 +49,7 @@ def runtime():
 @pytest.mark.parametrize("method", list(Method)[:2])
 @settings(max_examples=100, deadline=None)
 @given(job=jobs())
-def test_what_a_job_stores(method, half_nbytes, job):
+def test_a_job_stores_its_pages(method, half_nbytes, job):
     runtime, pages, slots = job
     expected = runtime.after_store(pages, slots)
     mover = FakeCuda().mover(runtime, autotune=decided(method), half_nbytes=half_nbytes)
@@ -63,7 +63,7 @@ def test_what_a_job_stores(method, half_nbytes, job):
 @pytest.mark.parametrize("method", Method)
 @settings(max_examples=100, deadline=None)
 @given(job=jobs())
-def test_what_a_job_loads(method, half_nbytes, job):
+def test_a_job_loads_its_pages(method, half_nbytes, job):
     runtime, pages, slots = job
     expected = runtime.after_load(slots, pages)
     mover = FakeCuda().mover(runtime, autotune=decided(method), half_nbytes=half_nbytes)
@@ -152,7 +152,7 @@ def by(store, load):
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 1 << 32), store=WAYS, load=WAYS)
-def test_whatever_the_streams_do_first(seed, store, load):
+def test_copies_are_right_in_any_order_of_the_streams(seed, store, load):
     run(seed, store, load)
 
 
@@ -230,7 +230,7 @@ def test_the_test_of_order_would_see(kind, store):
 
 
 @pytest.mark.parametrize("method", list(Method)[:2])
-def test_nobody_is_held_up(runtime, method):
+def test_no_call_waits_for_the_device(runtime, method):
     """No call waits for the device, and a job is reported when its last copy has been made."""
     cuda = FakeCuda(deferred=True)
     mover = cuda.mover(runtime, autotune=decided(method))
@@ -342,7 +342,7 @@ def test_a_copy_that_fails_has_ended_before_that_is_said(runtime, method, caplog
     mover.close()
 
 
-def test_what_fails_half_way_is_reported_when_no_page_is_read_any_more():
+def test_a_failed_store_is_reported_once_it_reads_no_page_any_more():
     """The pages of one group are being gathered when those of the other cannot be; nothing is on the bus yet."""
     runtime = World(ChunkLayout([make_group((48,)), make_group((96,), name="group 1")], 64))
     cuda = FakeCuda(deferred=True)
@@ -449,7 +449,7 @@ def test_all_is_locked_in_pieces_and_given_back():
     assert kernel.locked == {}
 
 
-def test_what_is_needed_at_once_is_locked_at_once():
+def test_the_first_slots_are_locked_at_once():
     """However long it is: the self-test uses the first slots."""
     kernel = Kernel(pieces=2)
     registration = registered(kernel, at_once=4 * PAGE)
@@ -506,7 +506,7 @@ def test_memory_is_used_when_it_is_locked_and_not_before():
     assert kernel.locked == {}
 
 
-def test_what_cannot_be_locked_is_not_used_and_says_why():
+def test_slots_that_cannot_be_locked_are_not_used_and_the_fact_says_why():
     kernel = Kernel(pieces=1)
     registration = registered(kernel)
     kernel.refusing = True
@@ -517,7 +517,7 @@ def test_what_cannot_be_locked_is_not_used_and_says_why():
     registration.close()
 
 
-def test_what_cannot_be_locked_is_tried_again_and_told_once(caplog):
+def test_locking_is_retried_and_the_failure_is_logged_once(caplog):
     caplog.set_level("INFO", "kvtier")
     pauses, kernel = [], Kernel(pieces=1)
     registration = registered(kernel, pause=pauses.append)
@@ -644,7 +644,7 @@ def test_of_a_store_with_slots_that_are_not_locked_yet_the_others_are_filled():
     mover.close()
 
 
-def test_what_touches_no_locked_slot_is_a_miss_and_so_is_a_load_of_any():
+def test_a_job_without_locked_slots_fails_and_so_does_a_load_of_any_other():
     runtime = World(make_layout(page_nbytes=(48, 96), blocks=4), slots=5)
     mover = partly_locked(runtime, 3)
     before = runtime.state()
@@ -724,7 +724,7 @@ def test_a_way_that_takes_one_page_for_another_is_not_chosen(to_slots, monkeypat
     ]
 
 
-def test_what_does_not_work_is_not_chosen():
+def test_a_method_that_does_not_work_is_not_chosen():
     cuda = FakeCuda()
     cuda.fail("cuLaunchKernel", result=719)
     assert set(autotuned(cuda, ALTERNATING, False).speeds) == {Method.DIRECT}
@@ -737,7 +737,7 @@ def test_where_nothing_can_be_measured_pages_of_any_size_are_staged():
     assert cuda.c.fake_allocations() == 2, "what was allocated for it is freed"
 
 
-def test_an_engine_that_leaves_no_memory_is_served_all_the_same(runtime):
+def test_an_engine_that_leaves_no_memory_is_served_nevertheless(runtime):
     cuda = FakeCuda()
     cuda.fail("cuMemAlloc", times=2, result=2)  # for staged copies
     expected = runtime.after_store([CHUNK], [0])

@@ -154,7 +154,7 @@ def test_every_value_is_packed_as_on_the_host():
 
 
 @pytest.mark.parametrize("raw", [15, 16, 19, 30])
-def test_as_many_raw_tiles_have_room_as_on_the_host(raw):
+def test_raw_tiles_have_the_same_room_as_on_the_host(raw):
     """Of the last tile a part: its end is shorter."""
     nbytes, noise = 300 * TILE - 256, random.Random(0).randbytes(300 * TILE)
     places = sorted(random.Random(raw).sample(range(299), raw - 1))

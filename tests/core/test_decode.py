@@ -193,7 +193,7 @@ SIZE = "is not a size; write a whole number and B, KiB, MiB, GiB, TiB or PiB"
         ("a b: 1", "f.yaml:1: $[\"a b\"]: unknown key 'a b'; known here: " + ", ".join(settings(Everything))),
     ],
 )
-def test_what_is_wrong_in_yaml(written, sentence):
+def test_errors_in_yaml(written, sentence):
     assert complaint(of_yaml, written) == sentence
 
 
@@ -215,11 +215,11 @@ def test_what_is_wrong_in_yaml(written, sentence):
         ([], "inline: $: expected a mapping, found a list"),
     ],
 )
-def test_what_is_wrong_in_plain_values(given, sentence):
+def test_errors_in_plain_values(given, sentence):
     assert complaint(of_plain, given) == sentence
 
 
-def test_all_problems_are_told_at_their_lines():
+def test_all_problems_are_reported_at_their_lines():
     written = """\
 number: x
 size: 1GB
@@ -261,7 +261,7 @@ hosts:
         ("- 1", "f.yaml:1: $: expected a mapping, found a list"),
     ],
 )
-def test_what_is_no_such_file(written, sentence):
+def test_a_missing_file(written, sentence):
     assert complaint(of_yaml, written) == sentence
 
 
@@ -336,7 +336,7 @@ plain = st.recursive(
 
 
 @given(plain)
-def test_whatever_is_given_is_read_or_refused(value):
+def test_any_input_is_read_or_refused(value):
     try:
         assert isinstance(of_plain(value), Everything)
     except ConfigError as error:

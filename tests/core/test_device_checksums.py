@@ -214,7 +214,7 @@ def test_a_store_that_failed_has_none_and_the_next_has(runtime, function):
 # -- what is believed ----------------------------------------------------------------------------------------
 
 
-def test_what_the_host_computes_otherwise_is_not_reported_and_told_once(runtime, caplog):
+def test_checksums_that_the_host_contradicts_are_dropped_and_logged_once(runtime, caplog):
     cuda = FakeCuda(deferred=True)
     cuda.c.fake_sum_at_once()
     mover = cuda.mover(runtime, **STAGED)

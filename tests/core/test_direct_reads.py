@@ -73,7 +73,7 @@ def tier():
     return tier
 
 
-def test_what_one_of_two_still_holds_stays(tier):
+def test_a_frame_with_another_holder_stays(tier):
     first, second = tier.lease(HERE[:2], "a"), tier.lease(HERE[:2], "b")
     assert first == second and tier.leasable(HERE) == 4
     tier.release("a")
@@ -85,21 +85,21 @@ def test_what_one_of_two_still_holds_stays(tier):
     assert tier.leasable(HERE[:1]) == 0
 
 
-def test_who_holds_nothing_releases_nothing(tier):
+def test_releasing_an_unknown_holder_does_nothing(tier):
     tier.release("nobody")
     tier.load_begins([], "nobody")
     tier.load_ended("nobody", {}, ok=True)
     assert tier.told() == []
 
 
-def test_what_was_read_is_told(tier):
+def test_direct_reads_are_reported(tier):
     tier.load(HERE[:2])
     (event,) = tier.events
     assert (event.kind, event.keys, event.nbytes, event.seconds) == (EventKind.READ, tuple(HERE[:2]), 2 * FRAME, 1.0)
 
 
 @pytest.mark.parametrize("status", [ReadStatus.CORRUPT, ReadStatus.MISSING])
-def test_what_does_not_verify_is_never_found_again_and_is_removed_when_nobody_holds_it(tier, status):
+def test_an_unverified_frame_is_never_found_again_and_removed_with_its_last_holder(tier, status):
     tier.lease(HERE[:1], "another")
     tier.load(HERE[:1], status=status, why="bad", ok=False)
     assert tier.told() == [EventKind(status.value)]
@@ -109,7 +109,7 @@ def test_what_does_not_verify_is_never_found_again_and_is_removed_when_nobody_ho
     assert HERE[0] not in tier.slab.frames and HERE[0] not in tier.index
 
 
-def test_what_another_codec_wrote_is_left_alone(tier):
+def test_a_frame_of_another_codec_is_left_alone(tier):
     tier.load(HERE[:1], status=ReadStatus.INCOMPATIBLE, why="lz4", ok=False)
     assert tier.told() == [EventKind.INCOMPATIBLE]
     assert HERE[0] in tier.slab.frames and HERE[0] in tier.incompatible and tier.leasable(HERE) == 0
@@ -161,7 +161,7 @@ def test_a_load_that_failed_for_another_reason_says_nothing_of_the_store(tier):
     assert tier.told() == [EventKind.READ, EventKind.BREAKER_CLOSED]
 
 
-def test_what_is_slower_than_computing_is_declined_once_that_is_known(tier):
+def test_slow_direct_reads_are_declined_once_that_is_known(tier):
     limit = LoadLimit(chunk_seconds=0.1, wait=2.0)
     assert tier.choose(4, limit).chunks == 4
     tier.load(HERE[:1])  # a second
@@ -194,7 +194,7 @@ def test_workers_read_what_a_shared_store_says_that_it_has(shared):
 
 
 @pytest.mark.parametrize("status", [ReadStatus.CORRUPT, ReadStatus.MISSING, ReadStatus.INCOMPATIBLE])
-def test_what_is_of_no_use_in_a_shared_store_stays_there_and_is_not_asked_for_at_once(shared, status):
+def test_an_unusable_frame_of_a_shared_store_stays_and_is_not_asked_for_at_once(shared, status):
     ask(shared)
     shared.load(HERE[:1], status=status, why="bad", ok=False)
     assert HERE[0] in shared.slab.frames and shared.leasable(HERE) == 0

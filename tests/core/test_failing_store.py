@@ -21,7 +21,7 @@ def bench():
 # -- what went wrong below -----------------------------------------------------------------------------
 
 
-def test_what_the_store_lost_is_forgotten(bench):
+def test_frames_that_the_store_lost_are_forgotten(bench):
     bench.write(A, B)
     bench.settle()
     bench.events()
@@ -35,7 +35,7 @@ def test_what_the_store_lost_is_forgotten(bench):
     assert bench.tier.would_admit([A])
 
 
-def test_what_is_damaged_is_never_served_and_deleted(bench):
+def test_a_damaged_frame_is_deleted_and_never_served(bench):
     bench.write(A, B)
     bench.settle()
     bench.tier.events.clear()
@@ -55,7 +55,7 @@ def test_what_is_damaged_is_never_served_and_deleted(bench):
     assert bench.tier.would_admit([A])
 
 
-def test_what_is_damaged_goes_where_the_backend_wants_it(bench, monkeypatch):
+def test_the_backend_quarantines_a_damaged_frame(bench, monkeypatch):
     aside = []
     monkeypatch.setattr(bench.shelf, "quarantine", lambda keys: aside.extend(bench.shelf.frames.pop(k) for k in keys))
     bench.write(A, B)
@@ -67,7 +67,7 @@ def test_what_is_damaged_goes_where_the_backend_wants_it(bench, monkeypatch):
     assert set(bench.shelf.frames) == {B}
 
 
-def test_what_is_left_of_a_lost_frame_leaves_too(bench, monkeypatch):
+def test_remains_of_a_lost_frame_are_deleted(bench, monkeypatch):
     """A read may find a frame too short to be one, and say that it is not there."""
     bench.write(A)
     bench.settle()
@@ -77,7 +77,7 @@ def test_what_is_left_of_a_lost_frame_leaves_too(bench, monkeypatch):
     assert (bench.shelf.frames, bench.tier.usage().nbytes) == ({}, 0)
 
 
-def test_what_cannot_be_read_is_its_keys_alone(bench, monkeypatch):
+def test_a_frame_that_cannot_be_read_fails_alone(bench, monkeypatch):
     """However often it happens: nobody else misses, and the breaker is not told."""
     bench.write(B, C)
     bench.settle()
@@ -105,7 +105,7 @@ def test_what_cannot_be_read_is_its_keys_alone(bench, monkeypatch):
         assert bench.tier.would_admit([A]) == [A]
 
 
-def test_an_error_is_told_from_a_miss_and_from_a_length(bench, monkeypatch):
+def test_an_error_is_distinguished_from_a_miss_and_from_a_length(bench, monkeypatch):
     """Only a BackendError is an answer; what else is returned is a plugin's mistake, and fails the call."""
     bench.write(A)
     bench.settle()
@@ -189,7 +189,7 @@ def test_a_store_with_room_again_is_filled_again():
     assert set(bench.shelf.frames) == {A, B, C, D, E}
 
 
-def test_what_lacks_more_than_all_there_is_evicts_nobody():
+def test_a_frame_larger_than_the_tier_evicts_nothing():
     """Somebody else filled the store: to delete the own frames would change nothing."""
     bench = TierBench(frames=5, shelf=Cramped(2, missing=2 * FRAME))
     for key in (A, B, C, D):

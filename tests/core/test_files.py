@@ -98,7 +98,7 @@ def test_places_in_one_file(tmp_path, opened, ring, direct):
 
 
 @each_way
-def test_one_that_cannot_be_read_is_told_beside_the_others(tmp_path, opened, ring):
+def test_one_that_cannot_be_read_is_reported_beside_the_others(tmp_path, opened, ring):
     for i, name in enumerate("ab"):
         (tmp_path / name).write_bytes(noise(2 * PIECE, i))
     good = [opened(tmp_path / name, os.O_RDONLY) for name in "ab"]

@@ -155,7 +155,7 @@ def test_a_frame_of_version_1_is_incompatible():
     assert FrameError.VERSION.incompatible
 
 
-def test_what_is_damaged_is_not_called_incompatible():
+def test_a_damaged_frame_is_not_called_incompatible():
     """Nor the other way round: what is incompatible is never deleted, and what is damaged is."""
     incompatible = {error.name for error in FrameError if error.incompatible}
     assert incompatible == {"VERSION", "SEAL", "CODEC", "SHARDS", "RANKS", "UNDECODABLE", "DECODED"}

@@ -334,11 +334,11 @@ def test_no_depth_of_plain_values_is_too_deep_to_be_refused():
         ("a" * 1_000_000, ":1: $: expected a mapping"),
     ],
 )
-def test_what_is_no_file_of_ours_is_told_by_line(path, text, why):
+def test_foreign_files_are_reported_by_line(path, text, why):
     assert why in complaint(path, text)
 
 
-def test_what_an_editor_leaves_is_no_problem(path):
+def test_byte_order_marks_and_other_line_ends_are_accepted(path):
     """A byte order mark, other line ends, a path in any script."""
     text = "\ufeff" + YAML[0].replace("/var/lib/kvtier", "/däten/キャッシュ/🦆").replace("\n", "\r\n")
     config = load(written(path, text))
@@ -347,7 +347,7 @@ def test_what_an_editor_leaves_is_no_problem(path):
 
 
 @pytest.mark.parametrize("text", ["~\\ud800", "/kv/\\ud800", "/kv/\\0", "~no-such-user/kv"])
-def test_a_path_that_no_file_can_have_is_told(path, text):
+def test_a_path_that_no_file_can_have_is_reported(path, text):
     """Half a surrogate pair is no name in any file system, for one."""
     tiers = f'- {{type: cpu, capacity: 1GiB}}\n- {{type: disk, capacity: 1GiB, path: "{text}"}}'
     assert ":4: $.tiers[1].path: " in complaint(path, f"version: 1\ntiers:\n{tiers}")
@@ -355,19 +355,19 @@ def test_a_path_that_no_file_can_have_is_told(path, text):
 
 @pytest.mark.parametrize("digits", ["9" * 19, "9" * 400, "9" * 4300, "9" * 4301, "1" + "0" * 100_000, "\u0663"])
 @pytest.mark.parametrize("unit", ["B", "PiB"])
-def test_a_size_that_no_machine_has_is_told(path, digits, unit):
+def test_a_size_that_no_machine_has_is_reported(path, digits, unit):
     text = f"version: 1\ntiers:\n- type: cpu\n  capacity: {digits}{unit}"
     assert ":4: $.tiers[0].capacity: " in complaint(path, text)
 
 
 @pytest.mark.parametrize("number", ["9" * 19, "9" * 5000, "0x10", "1_000", "1e3", "007", "\u0663", "1.0", ".inf"])
-def test_what_is_no_whole_number_is_told(path, number):
+def test_values_that_are_not_integers_are_reported(path, number):
     text = f"version: 1\ntiers: [{{type: heap, capacity: 1GiB}}]\nchunk_tokens: {number}"
     assert ":3: $.chunk_tokens: " in complaint(path, text)
 
 
 @pytest.mark.parametrize("wait", ["9" * 400 + "s", "9" * 5000 + "ms", "\u0663s", "-1s", "nan s", "inf s"])
-def test_what_is_no_length_of_time_is_told(path, wait):
+def test_values_that_are_not_durations_are_reported(path, wait):
     """More seconds than a float holds are none: a request would wait for ever."""
     text = f"version: 1\ntiers: [{{type: heap, capacity: 1GiB}}]\nload_wait: {wait}"
     assert ":3: $.load_wait: " in complaint(path, text)

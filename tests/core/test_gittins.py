@@ -61,7 +61,7 @@ def test_a_class_of_which_little_is_known_leans_on_its_family():
     assert table.index[1][10] > table.index[3][10]
 
 
-def test_what_is_learned_comes_back_in_proportion():
+def test_a_restored_state_keeps_its_proportions():
     table, other = LifeTable(1, 1), LifeTable(1, 1)
     for _ in range(100_000):
         table.returned(0, 5, 1.0)
@@ -144,7 +144,7 @@ def test_a_key_that_stands_twice_in_a_path_was_named_once(simple):
     assert once.save() == twice.save()
 
 
-def test_what_is_named_again_and_again_leaves_nothing_behind():
+def test_repeated_requests_leave_nothing_behind():
     """Its cell lies empty each time, and is waited for only once."""
     policy = Gittins(sizes=1)
     for now in range(1000):

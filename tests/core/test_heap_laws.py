@@ -28,7 +28,7 @@ def test_another_process_cannot_attach():
         in_new_process(HeapConfig().attach, heap.handle, None)
 
 
-def test_what_is_closed_cannot_be_attached():
+def test_a_closed_arena_cannot_be_attached():
     heap = HeapConfig().open(make_context(capacity=1 << 20))
     heap.close()
     with pytest.raises(BackendError, match="is not open in process"):

@@ -43,7 +43,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("wrote", "reads"), OTHERS, ids=repr)
-def test_what_another_codec_wrote_is_a_miss_and_stays(wrote, reads):
+def test_a_frame_of_another_codec_is_a_miss_and_stays(wrote, reads):
     shelf = shelf_of(wrote)
     before = dict(shelf.frames)
     tier = make_tier(reads, shelf)
@@ -57,7 +57,7 @@ def test_what_another_codec_wrote_is_a_miss_and_stays(wrote, reads):
     assert len(again) == len(PATH), "of no use to its own codec any more"
 
 
-def test_the_reason_is_told():
+def test_the_reason_is_reported():
     tier = make_tier(XorConfig(2), shelf_of(XorConfig(1)))
     stack = Stack(tier)
     stack.manager.lookup(PATH, "test")
@@ -123,7 +123,7 @@ def test_incompatible_frames_count_until_they_are_gone():
     assert sum(tier.incompatible.values()) == 0
 
 
-def test_what_is_being_written_over_is_not_evicted_for_it():
+def test_a_frame_is_not_evicted_for_the_write_that_replaces_it():
     """It takes room beside its newcomer, until that is whole."""
     shelf = shelf_of(XorConfig(1), [A, B, C])
     tier = make_tier(XorConfig(2), shelf, frames=3)
@@ -148,7 +148,7 @@ def test_a_write_that_does_not_begin_leaves_it_counted():
     assert held == tier.index.resident.used + sum(tier.incompatible.values()) == 2 * FRAME
 
 
-def test_what_can_be_deleted_later_is_no_frame_of_the_tiers_meanwhile():
+def test_an_incompatible_frame_whose_delete_failed_is_found_incompatible_again():
     """It failed to be deleted, so it is the tier's again, and found incompatible again."""
     shelf = shelf_of(XorConfig(1), [A, B])
     tier = make_tier(XorConfig(2), shelf, frames=2)
@@ -220,7 +220,7 @@ def rounded():
     return Stack(make_tier(RawConfig(), KeptShelf(), name="raw"), lossy)
 
 
-def test_what_came_through_a_lossy_codec_is_served(rounded):
+def test_chunks_from_a_lossy_codec_are_served(rounded):
     assert rounded.load(PATH)[0] == ROUNDED
     assert rounded.exact(PATH) == 0
 
@@ -245,7 +245,7 @@ def test_a_lossy_chunk_is_not_encoded_once_more(rounded):
     assert lossy.backend.frames == {}
 
 
-def test_what_is_computed_anew_is_exact_again(rounded):
+def test_a_recomputed_chunk_is_exact_again(rounded):
     """The slot's header still says what lay there before: it has no say."""
     raw, _ = rounded.tiers
     rounded.load(PATH)

@@ -92,7 +92,7 @@ def test_work_is_done_elsewhere_and_continued_here_in_step(pool):
     assert pool.step() == 0
 
 
-def test_what_work_raises_is_its_outcome(pool):
+def test_an_exception_of_the_work_is_its_outcome(pool):
     outcomes, error = [], ZeroDivisionError("planned")
 
     def fail():
@@ -157,7 +157,7 @@ def test_close_drops_what_has_not_begun_and_tells_what_hangs(pool, gate, journal
     assert pool.jobs == 0, "waits for what was dropped"
 
 
-def test_nothing_is_taken_in_after_close(pool):
+def test_a_closed_pool_accepts_no_work(pool):
     assert pool.close(LONG)
     for submit in (pool.submit_load, pool.submit_store):
         with pytest.raises(KvtierError) as caught:

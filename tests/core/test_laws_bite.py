@@ -357,7 +357,7 @@ BUGS = [
     (WantsKeysToDelete, "test_deleted_is_gone"),
     (DeletesNothing, "test_deleted_is_gone"),
     (LooksAwayFromDamage, "test_what_is_quarantined_is_gone"),
-    (FailsTheWholeBatch, "test_what_cannot_be_read_is_its_keys_alone"),
+    (FailsTheWholeBatch, "test_a_frame_that_cannot_be_read_fails_alone"),
     (ChokesOnAnEmptyBatch, "test_an_empty_batch_is_nothing"),
     (IgnoresTheNamespace, "test_two_namespaces_never_meet"),
     (ForgetsAtClose, "test_two_namespaces_never_meet"),
@@ -507,7 +507,7 @@ def test_an_excuse_needs_a_law_and_a_reason():
             excused: ClassVar = {"test_close_twice": ""}
 
 
-def test_what_is_under_test_must_be_said(tmp_path):
+def test_a_suite_must_name_its_subject(tmp_path):
     with pytest.raises(NotImplementedError, match="Laws must say which config is under test"):
         Laws().config(tmp_path)
 
@@ -518,13 +518,13 @@ class TestExcused(Laws):
     excused: ClassVar = {"test_import_is_light": "planted"}
 
 
-def test_what_needs_persistence_is_passed_over_without_it(tmp_path):
+def test_laws_of_persistence_are_skipped_without_it(tmp_path):
     class Forgetful(BackendLaws):
         def config(self, folder):
             return PlantedConfig(folder, ForgetsAtClose)
 
     with pytest.raises(pytest.skip.Exception, match="this suite cannot make a frame unreadable"):
-        Forgetful().test_what_cannot_be_read_is_its_keys_alone(tmp_path)
+        Forgetful().test_a_frame_that_cannot_be_read_fails_alone(tmp_path)
     for law in (Forgetful().test_scan_finds_what_survived, Forgetful().test_a_killed_writer_leaves_no_torn_frame):
         with pytest.raises(pytest.skip.Exception, match="nothing survives by design"):
             law(tmp_path)

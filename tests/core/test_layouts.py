@@ -134,7 +134,7 @@ STATE = make_group((700,), name="state", block_tokens=8, kind=KVKind.STATE)
         (STATE, {8: (0, 1), 64: (7, 8)}),
     ],
 )
-def test_what_a_group_needs_behind_a_prefix(group, needed):
+def test_the_blocks_that_a_group_needs_behind_a_prefix(group, needed):
     for tokens, (first, end) in needed.items():
         assert (group.needed(tokens).start, group.needed(tokens).stop) == (first, end), tokens
 
@@ -148,7 +148,7 @@ def test_groups_that_need_every_token_share_a_frame_and_the_others_have_their_ow
     assert layout.payload_nbytes == 1600 and layout.frame_nbytes == 2 * FRAME_ALIGNMENT
 
 
-def test_what_is_never_needed_has_no_frame():
+def test_groups_that_are_never_needed_have_no_frame():
     """A window of one token, and local attention over chunks as long as ours."""
     layout = ChunkLayout([FULL, attrs.evolve(WINDOW, reach=1), attrs.evolve(LOCAL, reach=16)], 16)
     assert [part.groups for part in layout.parts] == [(0,)]

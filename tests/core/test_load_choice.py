@@ -55,7 +55,7 @@ def choose(chooser, chunks, chunk_seconds, wait=10.0, queued=0):
 # -- the speed -----------------------------------------------------------------------------------------
 
 
-def test_nothing_is_known_before_the_first_read():
+def test_the_speed_is_unknown_before_the_first_read():
     speed = StoreSpeed()
     assert (speed.rate, speed.answer, speed.seconds(1)) == (None, None, None)
 
@@ -144,7 +144,7 @@ def test_a_long_run_of_reads_is_measured_before_its_end():
     assert speed.rate == pytest.approx(MIB)
 
 
-def test_what_takes_no_time_is_not_counted():
+def test_calls_that_take_no_time_are_not_counted():
     """As in a simulation, whose clock stands still."""
     speed = StoreSpeed()
     measured(speed, MIB, 0.0)
@@ -156,11 +156,11 @@ def test_what_takes_no_time_is_not_counted():
 # -- the choice ----------------------------------------------------------------------------------------
 
 
-def test_what_is_sooner_loaded_is_loaded(chooser):
+def test_chunks_faster_to_load_are_loaded(chooser):
     assert choose(chooser, 20, chunk_seconds=0.02) == LoadChoice(20)
 
 
-def test_what_is_sooner_computed_is_not_loaded_and_both_numbers_are_told(chooser):
+def test_chunks_faster_to_compute_are_declined_with_both_times(chooser):
     choice = choose(chooser, 20, chunk_seconds=0.005)
     assert choice.chunks == 0
     assert choice.declined == Declined("far", 20, pytest.approx(0.21), pytest.approx(0.1))
@@ -172,7 +172,7 @@ def test_a_few_chunks_are_not_worth_the_latency_that_many_are(chooser):
     assert choose(chooser, 10, chunk_seconds=0.015).chunks == 10
 
 
-def test_what_is_queued_comes_first(chooser):
+def test_queued_bytes_come_first(chooser):
     assert choose(chooser, 20, chunk_seconds=0.02, queued=100 * MIB).chunks == 0
 
 

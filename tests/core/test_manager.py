@@ -37,7 +37,7 @@ def told(events):
 
 
 @pytest.mark.parametrize("pool", [ManualPool, lambda: IOPool("test", 2)], ids=["chosen", "threads"])
-def test_what_is_stored_comes_back(pool):
+def test_stored_chunks_come_back(pool):
     bench = StackBench(pool=pool)
     assert told(bench.store(OURS)) == [(EventKind.STORED, "cpu", OURS), (EventKind.WRITTEN, "disk", OURS)]
     assert told(bench.store(THEIRS))[0] == (EventKind.EVICTED, "cpu", OURS[::-1])
@@ -72,7 +72,7 @@ def test_an_eviction_is_free(bench):
     assert bench.manager.jobs == 0
 
 
-def test_what_comes_up_is_offered_to_the_tiers_it_passed():
+def test_a_promoted_chunk_is_offered_to_the_tiers_it_passed():
     bench = StackBench(tiers=(4, 12))
     bench.store(OURS)
     bench.store(THEIRS)
@@ -145,7 +145,7 @@ def test_behind_a_miss_everything_is_a_miss(bench):
     assert bench.look([]) == []
 
 
-def test_what_is_being_stored_is_on_its_way(bench):
+def test_a_chunk_that_is_being_stored_is_pending(bench):
     bench.fill(OURS[:2])
     assert bench.look(OURS) == [PENDING, PENDING, MISS, MISS]
     bench.manager.release("store")
@@ -163,7 +163,7 @@ def test_a_lookup_moves_nothing(bench):
     assert bench.manager.jobs == 0
 
 
-def test_what_was_found_stays_until_its_holder_is_released(bench):
+def test_found_chunks_stay_until_their_holder_is_released(bench):
     bench.store(OURS[:2])
     assert bench.look(OURS[:2], keep="reader") == [READY] * 2
     for _ in range(5):
@@ -226,7 +226,7 @@ def test_a_holder_does_not_find_again_what_was_invalidated(bench):
     assert not bench.manager.pins_by_holder()
 
 
-def test_what_comes_up_is_kept_for_whom_asked(bench):
+def test_a_promoted_chunk_is_kept_for_the_request_that_asked(bench):
     """It is pinned as it arrives, so that nothing that happens before the next look can evict it."""
     bench.store(OURS)
     bench.store(THEIRS)
@@ -238,7 +238,7 @@ def test_what_comes_up_is_kept_for_whom_asked(bench):
     bench.at_rest()
 
 
-def test_what_lies_behind_a_gap_is_kept_while_the_gap_is_filled():
+def test_chunks_behind_a_gap_are_kept_while_the_gap_is_filled():
     bench = StackBench(arenas=(6,))
     bench.store(OURS)
     bench.store([*THEIRS, *OTHERS[:2]])  # crowds them out
@@ -253,7 +253,7 @@ def test_what_lies_behind_a_gap_is_kept_while_the_gap_is_filled():
     bench.at_rest()
 
 
-def test_nothing_is_promoted_at_the_expense_of_what_somebody_holds(bench):
+def test_a_promotion_does_not_evict_held_chunks(bench):
     bench.store(OURS)
     bench.store(THEIRS)
     assert bench.look(THEIRS, keep="reader") == [READY] * 4
@@ -299,7 +299,7 @@ def test_promotion_goes_as_far_as_there_is_room(bench):
     assert bench.look(OURS)[:2] == [READY] * 2, "the root first"
 
 
-def test_what_arrives_is_nothing_to_those_who_wait_for_something_else(bench):
+def test_an_arrival_does_not_wake_holders_of_other_chunks(bench):
     """Of a thousand requests that wait each arrival costs those that wait for it."""
 
     class Untouched(set):
@@ -465,7 +465,7 @@ class Content(Lru):
         return False
 
 
-def test_what_a_tier_would_refuse_is_neither_sealed_nor_written():
+def test_a_chunk_that_a_tier_refuses_is_neither_sealed_nor_written():
     bench = StackBench(tiers=(4,), below=Content)
     bench.store(OURS)
     bench.manager.on_request(THEIRS)
@@ -477,7 +477,7 @@ def test_what_a_tier_would_refuse_is_neither_sealed_nor_written():
     bench.at_rest()
 
 
-def test_what_every_level_would_refuse_gets_no_slot():
+def test_a_chunk_that_every_tier_refuses_gets_no_slot():
     bench = StackBench(arenas=(4, 4), tiers=(4,), below=Content)
     for arena in bench.arenas:
         arena.index = CacheIndex(Content())
@@ -521,7 +521,7 @@ def test_no_room_is_made_for_more_than_may_be_in_flight():
     assert bench.look(THEIRS) == [READY] * 4
 
 
-def test_what_was_not_reserved_cannot_be_committed(bench):
+def test_only_reserved_chunks_can_be_committed(bench):
     with pytest.raises(ContractError) as caught:
         bench.manager.commit("nobody")
     assert str(caught.value) == "nobody has reserved nothing"
@@ -564,7 +564,7 @@ def test_a_stack_begins_with_an_arena(bench):
         assert str(caught.value) == "a stack begins with an arena"
 
 
-def test_what_each_level_holds_in_words(bench, monkeypatch):
+def test_describe_lists_the_contents_of_each_tier(bench, monkeypatch):
     monkeypatch.setattr(bench.shelves[0], "facts", lambda: {"direct": "auto -> off"})
     bench.store(OURS)
     assert bench.manager.describe() == ["cpu: 32KiB, 4 chunks held", "disk: 96KiB, 4 chunks held, direct: auto -> off"]
@@ -654,7 +654,7 @@ def test_an_invalidation_while_a_chunk_comes_up(bench, moment):
     gone(bench, OURS)
 
 
-def test_what_is_stored_after_an_invalidation_is_found(bench):
+def test_chunks_stored_after_an_invalidation_are_found(bench):
     bench.store(OURS)
     bench.manager.invalidate_all(NAMESPACE.renewed())
     bench.settle()

@@ -260,6 +260,6 @@ def test_keys_of_a_prompt(tokens, chunk_tokens, first, extra, person):
         (NOISE[:32], 1, "x" * 17, "a person has 16 bytes at most"),
     ],
 )
-def test_what_makes_no_key_is_refused(parent, chunk_tokens, person, why):
+def test_invalid_keys_are_refused(parent, chunk_tokens, person, why):
     with pytest.raises(ValueError, match=f"^{why}$"):
         chain(parent, [1], chunk_tokens, 0, {}, person)

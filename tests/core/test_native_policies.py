@@ -127,7 +127,7 @@ def step(both: Both, move: str, *what) -> None:
 @every_kind
 @settings(deadline=None)
 @given(steps=STEPS)
-def test_whatever_is_asked_the_answer_is_the_same(kind, steps):
+def test_native_and_python_give_the_same_answers(kind, steps):
     both = Both(kind)
     for each in steps:
         step(both, *each)
@@ -208,7 +208,7 @@ def test_garbage_teaches_neither(kind):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("kind", ["gittins", "simple gittins"])
-def test_whatever_was_saved_is_understood_alike(kind, seed):
+def test_native_and_python_restore_saved_states_alike(kind, seed):
     """Also what no life teaches: odds that are as good as one, and ages that cannot be told apart any more."""
     both, rng = Both(kind), random.Random(seed)
     saved = both.save()
@@ -241,7 +241,7 @@ def collides_with(key: bytes, begins: bytes) -> bytes:
     return twin
 
 
-def test_keys_of_one_hash_are_told_apart_while_they_are_held():
+def test_keys_of_one_hash_are_distinguished_while_they_are_held():
     """A ghost of one may be taken for that of the other: then somebody leaves early or late, and nothing is lost."""
     first, *others = make_keys(30)
     keys = [first, *(collides_with(first, each) for each in others)]
@@ -263,7 +263,7 @@ def test_keys_of_one_hash_are_told_apart_while_they_are_held():
 
 
 @every_kind
-def test_what_changed_while_its_victims_were_told_says_so(kind):
+def test_a_change_during_victims_raises(kind):
     changes = [
         lambda policy: policy.request(KEYS[:2], 2.0, {}),
         lambda policy: policy.admit(KEYS[9], 4096),
@@ -298,7 +298,7 @@ def test_victims_are_told_after_their_policy_was_dropped(kind):
 
 
 @every_kind
-def test_what_is_no_key_changes_nothing(kind):
+def test_an_invalid_key_changes_nothing(kind):
     policy = compiled(kind)
     policy.admit(KEYS[0], 4096)
     before = list(policy.victims()), policy.save()
@@ -341,7 +341,7 @@ def test_memory_of_a_policy_is_bounded_by_its_resident_keys(kind):
 
 
 @pytest.mark.parametrize(("config", "name"), [(LruConfig(), "Lru"), (GittinsConfig(), "Gittins")])
-def test_what_a_config_opens_is_compiled(config, name):
+def test_a_config_opens_the_native_policy(config, name):
     policy = config.open()
     assert type(policy) is getattr(extension, name)
     assert isinstance(policy, EvictionPolicy)

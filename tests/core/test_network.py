@@ -183,7 +183,7 @@ def test_dropped_connections_end_and_new_ones_are_refused(proxy, client):
         assert echo(again, b"again") == b"again"
 
 
-def test_truncated_answers_end_where_they_are_told(proxy, client):
+def test_truncated_answers_end_where_they_should(proxy, client):
     assert echo(client, b"before") == b"before"
     proxy.truncate(3)
     for each in (client, connected(proxy)):
@@ -196,7 +196,7 @@ def test_truncated_answers_end_where_they_are_told(proxy, client):
         assert echo(again, b"again") == b"again"
 
 
-def test_truncated_requests_end_where_they_are_told(proxy, client):
+def test_truncated_requests_end_where_they_should(proxy, client):
     proxy.truncate(3, Way.REQUESTS)
     client.sendall(b"request")
     assert is_ended(client)

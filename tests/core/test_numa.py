@@ -67,7 +67,7 @@ def test_one_node_is_no_choice(sys):
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "0-x"])
-def test_what_cannot_be_read_is_not_known(sys, text):
+def test_unreadable_nodes_are_unknown(sys, text):
     (sys / "devices/system/node/has_cpu").write_text(text)
     (sys / "bus/pci/devices/0000:0a:00.0/numa_node").write_text(text)
     assert numa.nodes(sys) == {}

@@ -122,7 +122,7 @@ def test_the_engine_does_not_wait_for_one_that_blocks(caplog):
     assert slow.seen == [STORED] * 2
 
 
-def test_a_long_call_is_told_once(caplog):
+def test_a_long_call_is_reported_once(caplog):
     pool = ManualPool()
     telling = Observers([("observer slow", Seen())], lambda name, threads: pool)
     telling.tell([STORED])
@@ -213,7 +213,7 @@ def test_all_problems_are_reported_and_none_stays_open():
         ({"type": "promteheus"}, "no observer 'promteheus' is installed (have: jsonl, opentelemetry, prometheus, "),
     ],
 )
-def test_what_is_wrong_is_said_at_its_line(wrong, why):
+def test_errors_are_reported_with_their_line(wrong, why):
     with pytest.raises(ConfigError, match=re.escape(why)):
         configured(wrong)
 

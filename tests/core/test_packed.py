@@ -256,7 +256,7 @@ def test_the_format_is_that_of_every_release():
         lambda good: good[:67] + struct.pack("<H", 65535) + good[69:],
     ],
 )
-def test_what_no_payload_becomes_is_refused(method, harmed):
+def test_input_that_no_payload_encodes_to_is_refused(method, harmed):
     payload, good = by_hand()
     assert method.decoded(good, len(payload)) == payload
     assert method.decoded(harmed(good), len(payload)) is None
@@ -294,7 +294,7 @@ def test_any_heads_decode_to_nothing_or_to_as_much_as_asked(heads, rest):
 
 
 @each_method
-def test_what_has_no_room_is_not_packed(method):
+def test_a_payload_without_room_is_not_packed(method):
     """As many raw tiles have room as there is behind the bodies."""
     payload = KV[:TILE] + random.Random(0).randbytes(2 * TILE) + KV[TILE : 2 * TILE]
     needed = len(method.encoded(payload))

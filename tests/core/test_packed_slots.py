@@ -63,7 +63,7 @@ def test_one_tile_in_sixteen_may_be_raw(nbytes):
     assert packed_nbytes(nbytes) % 4096 == 0
 
 
-def test_what_is_long_takes_four_fifths():
+def test_long_shards_take_four_fifths():
     assert packed_nbytes(32 << 20) < 0.775 * (32 << 20)
     assert packed_nbytes(0) == 0
 
@@ -238,7 +238,7 @@ def test_a_serializer_below_encodes_what_was_packed(config):
     assert stored[4096 : 4096 + nbytes] == alone[:nbytes]
 
 
-def test_what_a_lossy_serializer_below_decodes_says_so():
+def test_a_slot_decoded_by_a_lossy_serializer_is_marked():
     codec = codec_of(LossyConfig())
     error, back = read(codec, bytes(codec.encode(KEY, slot())))
     assert error is None
@@ -258,7 +258,7 @@ class Random(XorConfig):
         return opened
 
 
-def test_what_does_not_pack_again_is_not_served():
+def test_a_payload_that_cannot_be_packed_again_is_not_served():
     codec = codec_of(Random(mask=0))
     assert read(codec, bytes(codec.encode(KEY, slot())))[0] is FrameError.UNDECODABLE
 

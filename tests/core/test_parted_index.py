@@ -54,7 +54,7 @@ def test_chunks_stay_for_another_branch(index):
     assert victims(index, 3) == [C, part(C), E, part(E), D, B, A]
 
 
-def test_what_is_pinned_or_spared_stays_and_all_before_it(index):
+def test_pinned_and_spared_chunks_stay_with_all_before_them(index):
     hold(index, [A, B, C], part(C))
     index.remove([part(C)])
     index.admit([part(C)], [None], 1, [7])

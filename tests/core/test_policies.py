@@ -58,7 +58,7 @@ def test_each_held_key_is_a_victim_once(config, steps):
 
 
 @pytest.mark.parametrize("config", PLAIN, ids=lambda config: config.type)
-def test_what_is_forgotten_leaves_nothing_behind(config):
+def test_a_forgotten_key_leaves_nothing_behind(config):
     policy = held(config, "abc", ["abc", "a"])
     for key in keys_of("abc"):
         policy.forget(key, evicted=True)

@@ -49,7 +49,7 @@ def warm(saved):
     return policy.save()
 
 
-def test_what_was_learned_is_warm_after_a_restart():
+def test_the_policy_is_warm_after_a_restart():
     shelf, saved = kept()
     assert saved != COLD
     assert recalled(shelf) != COLD
@@ -111,7 +111,7 @@ class Now:
         self.pool.step()
 
 
-def test_what_was_learned_is_kept_once_a_minute():
+def test_the_policy_state_is_kept_once_a_minute():
     each = Now()
     assert not each.at(1000.0)
     learned(each.index)
@@ -123,7 +123,7 @@ def test_what_was_learned_is_kept_once_a_minute():
     assert [each.at(now) for now in (1100.0, 1120.0)] == [False, True]
 
 
-def test_nothing_is_written_if_nothing_was_learned():
+def test_an_unchanged_state_is_not_written():
     each = Now()
     learned(each.index)
     assert [each.at(now) for now in (0.0, 60.0)] == [False, True]
@@ -142,7 +142,7 @@ def test_a_save_never_overlaps_another():
     assert each.at(601.0)
 
 
-def test_what_could_not_be_kept_is_tried_again():
+def test_a_failed_write_of_the_state_is_retried():
     each = Now()
     each.at(0.0)
     learned(each.index)

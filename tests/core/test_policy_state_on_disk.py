@@ -104,7 +104,7 @@ def test_a_restart_is_warm(tmp_path):
         nothing_is_lost(stack, PATHS)
 
 
-def test_what_was_learned_is_no_chunk(tmp_path):
+def test_the_policy_state_is_not_a_chunk(tmp_path):
     """It takes room in the folder, and none in the index."""
     first_life(tmp_path)
     with open_stack_at(tmp_path) as stack:
@@ -215,7 +215,7 @@ def killed_life(life, folder):
 
 
 @pytest.mark.parametrize("life", KILLED)
-def test_whoever_is_killed_leaves_the_memory_of_the_life_before(tmp_path, life):
+def test_a_killed_engine_leaves_the_state_of_its_predecessor(tmp_path, life):
     learned = first_life(tmp_path)
     killed_life(life, tmp_path)
     with open_stack_at(tmp_path) as stack:
@@ -225,14 +225,14 @@ def test_whoever_is_killed_leaves_the_memory_of_the_life_before(tmp_path, life):
 
 
 @pytest.mark.parametrize("life", KILLED)
-def test_whoever_is_killed_in_the_first_life_leaves_a_cold_start(tmp_path, life):
+def test_an_engine_killed_in_its_first_run_leaves_no_state(tmp_path, life):
     killed_life(life, tmp_path)
     with open_stack_at(tmp_path) as stack:
         assert knows() == COLD
         nothing_is_lost(stack, SECOND)
 
 
-def test_whoever_is_killed_leaves_what_it_knew_a_minute_ago(tmp_path):
+def test_a_killed_engine_leaves_its_state_of_a_minute_ago(tmp_path):
     killed_life(_killed_after_a_minute, tmp_path)
     with open_stack_at(tmp_path) as stack:
         assert knows() == warm((tmp_path / "saved").read_bytes()) != COLD

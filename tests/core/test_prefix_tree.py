@@ -128,7 +128,7 @@ def test_a_key_is_held_once(tree):
     assert (list(tree), tree.used) == ([A], 1), "all or nothing"
 
 
-def test_what_is_not_held_has_no_size(tree):
+def test_a_key_that_is_not_held_has_no_size(tree):
     for ask in (tree.nbytes, tree.place, lambda key: tree.remove([key]), lambda key: tree.places([key])):
         with pytest.raises(KeyError):
             ask(A)
@@ -145,7 +145,7 @@ def test_what_is_not_held_has_no_size(tree):
     ],
     ids=["remove", "add", "adopt", "detach"],
 )
-def test_whoever_names_leavers_sees_no_changed_tree(tree, change):
+def test_a_changed_tree_ends_the_iteration_of_candidates(tree, change):
     tree.add([A, B], [None, None], 1, [0, 1])
     eviction_candidates = tree.eviction_candidates(iter([A, B]), (), (), True, [])
     assert next(eviction_candidates) == A
@@ -154,7 +154,7 @@ def test_whoever_names_leavers_sees_no_changed_tree(tree, change):
         next(eviction_candidates)
 
 
-def test_what_is_parked_comes_behind_its_last_child_without_being_named(tree):
+def test_a_parked_key_follows_its_last_child_without_being_named(tree):
     tree.add([A, B, C], [None, A, A], 1, [0, 1, 2])
     tree.park([A])
     assert list(tree.eviction_candidates(iter([B, C]), (), (), True, [])) == [B, C, A]
@@ -165,14 +165,14 @@ def test_what_is_parked_comes_behind_its_last_child_without_being_named(tree):
     assert list(tree.eviction_candidates(iter([C, A]), (), (), True, [])) == [C, A], "it is parked no longer"
 
 
-def test_what_left_with_its_last_child_is_not_told(tree):
+def test_a_parent_that_left_with_its_last_child_is_not_reported(tree):
     tree.add([A, B], [None, A], 1, [0, 1])
     tree.park([A])
     tree.remove([A, B])
     assert tree.take_freed() == []
 
 
-def test_whoever_asks_in_vain_is_told_why(tree):
+def test_errors_of_containers_propagate(tree):
     class Wrong:
         def __contains__(self, key):
             raise LookupError("not this way")

@@ -43,7 +43,7 @@ def test_tokens_that_only_the_first_lists_count_as_one():
     assert found == pytest.approx(0.6 * math.log(0.75) + 0.3 * math.log(3), abs=1e-6)
 
 
-def test_what_the_last_one_listed_leaves_open_is_divided_alike():
+def test_the_remaining_probability_is_divided_alike():
     """The 0.2 may all be of token 2: it has 0.15 of them, as it has 0.3 of 0.4. So all but token 1 counts as one."""
     found = divergence(place({1: 0.6, 2: 0.3}), place({1: 0.8, 3: 0.16}))
     assert found == pytest.approx(0.6 * math.log(0.75) + 0.4 * math.log(2), abs=1e-6)
@@ -53,7 +53,7 @@ def test_two_sure_models_that_disagree_are_far_apart():
     assert divergence(place({1: 0.99, 3: 0.001}), place({2: 0.99, 4: 0.001})) > 4
 
 
-def test_it_is_never_more_than_the_divergence_of_the_whole_distributions():
+def test_the_estimate_never_exceeds_the_divergence_of_whole_distributions():
     drawn = random.Random(0)
     for _ in range(300):
         whole = [[drawn.gauss(0, 3) for _ in range(50)]]
@@ -248,11 +248,11 @@ def resealed(change):
         (resealed(lambda told: told["figures"]["top1"].update(low="1")), "it is no report"),
     ],
 )
-def test_what_is_no_whole_report_is_refused(tmp_path, text, why):
+def test_an_incomplete_report_is_refused(tmp_path, text, why):
     with pytest.raises(ReportRefused, match=why):
         Report.read(written(tmp_path / "report.json", text))
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path):
+def test_a_file_that_is_not_there_is_reported(tmp_path):
     with pytest.raises(ReportRefused, match="it cannot be read: No such file or directory"):
         Report.read(tmp_path / "report.json")

@@ -19,7 +19,7 @@ from kvtier_core.cli.output import USAGE
         (["--codec", "packed", "--folder", "nowhere"], "there is no folder nowhere"),
     ],
 )
-def test_what_is_wrong_is_told_before_an_engine_starts(tmp_path, monkeypatch, capsys, arguments, why):
+def test_errors_are_reported_before_an_engine_starts(tmp_path, monkeypatch, capsys, arguments, why):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delattr(quality.Measuring, "score")
     assert main(["quality", "--model", "model", *arguments]) == USAGE

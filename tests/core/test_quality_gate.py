@@ -85,7 +85,7 @@ def test_without_a_report_a_lossy_codec_does_not_open(write):
     assert problem.hint == f"{RUN}, or accept_quality: unmeasured"
 
 
-def test_a_report_that_passed_opens_it_and_is_told(write, measured, caplog):
+def test_a_report_that_passed_opens_it_and_is_reported(write, measured, caplog):
     told = measured()
     with caplog.at_level(logging.WARNING, "kvtier"):
         manager = open_stack(write(settings=", quality: report.json"), CONTEXT)
@@ -138,13 +138,13 @@ def test_packing_above_a_codec_does_not_change_its_report(write, measured):
     assert codecs[0] != codecs[1]
 
 
-def test_it_may_be_accepted_unmeasured(write, caplog):
+def test_a_lossy_codec_may_be_accepted_unmeasured(write, caplog):
     open_stack(write(settings=", accept_quality: unmeasured"), CONTEXT).close()
     assert caplog.messages[0].endswith("lossy; nobody has measured how far (accept_quality: unmeasured)")
 
 
 @pytest.mark.parametrize("settings", [", accept_quality: yes", ", accept_quality: unmeasured, quality: report.json"])
-def test_it_is_accepted_in_one_way(write, settings):
+def test_a_report_and_accept_quality_exclude_each_other(write, settings):
     with pytest.raises(ConfigError, match="accept_quality"):
         write(settings=settings)
 
@@ -156,7 +156,7 @@ def test_a_lossless_codec_needs_no_report(write, caplog):
     assert "differ" not in manager.describe()[1]
 
 
-def test_who_only_looks_at_tiers_needs_no_report(write):
+def test_commands_that_examine_tiers_need_no_report(write):
     config = write()
     with open_tiers(config, [0, 1], CONTEXT) as opened:
         assert len(opened) == 2

@@ -96,7 +96,7 @@ def test_installed_plugins_are_found(install):
     assert registry.choose("tier", "fast").__name__ == "MineConfig"
 
 
-def test_nothing_heavy_is_imported():
+def test_discovery_imports_no_heavy_module():
     source = """
         import sys
         import kvtier_core.cli
@@ -176,7 +176,7 @@ def test_a_broken_plugin_is_kept_with_its_reason_and_hides_no_other(install, tmp
     assert installed_by(registry, "bad:mine") == []
 
 
-def test_who_asks_for_a_broken_plugin_is_told_why(install):
+def test_naming_a_broken_plugin_explains_what_is_broken(install):
     install("kvtier-s99", "s99", "import boto33", "0.4.1")
     assert Registry.discover().choose("tier", "s99") == Unavailable(
         "tier 's99' may be installed, but a plugin is broken: "
@@ -252,7 +252,7 @@ def test_an_alias_clashes_with_whatever_has_its_name(install, name, aliases):
     assert registry.choose("eviction policy", "gittins") is GittinsConfig
 
 
-def test_what_is_broken_or_clashes_is_logged_without_anybody_asking(install, caplog):
+def test_broken_and_clashing_plugins_are_logged_at_discovery(install, caplog):
     """An engine whose YAML names none of them would not mention them."""
     install("bad", "x", "import boto33")
     install("mine", "y", policy("lru", ()))

@@ -183,7 +183,7 @@ def test_a_forged_frame_is_reported_and_not_found_again(keyed):
 
 
 @SEALS
-def test_what_a_policy_learned_is_sealed(keyed):
+def test_a_policys_state_is_sealed(keyed):
     shelf, learned, cold = Shelf(), CacheIndex(GittinsConfig().open()), GittinsConfig().open().save()
     for now in range(1, 200):
         learned.request(KEYS, float(now), {})

@@ -48,7 +48,7 @@ from kvtier_core.types import FRAME_ALIGNMENT
 
 @SEALS
 @pytest.mark.parametrize("config", [None, XorConfig(), LossyConfig()], ids=["raw", "lossless", "lossy"])
-def test_what_was_sealed_comes_back(keyed, config):
+def test_a_sealed_frame_comes_back(keyed, config):
     there = PAYLOAD if config is None or config.lossless else bytes(byte & 0xF0 for byte in PAYLOAD)
     codec = codec_of(keyed, config)
     content, slot = read(codec, stored_by(keyed, salt=OURS, config=config), salt=OURS)
@@ -59,7 +59,7 @@ def test_what_was_sealed_comes_back(keyed, config):
 
 @SEALS
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_was_read_can_be_written_to_any_other_tier(keyed, shared):
+def test_a_frame_that_was_read_can_be_written_to_any_other_tier(keyed, shared):
     """The slot holds a frame of the arena: its namespace, and no keyed seal."""
     codec = codec_of(keyed, shared=shared)
     stored = bytes(codec.encode(KEY, sealed(), OURS))
@@ -82,12 +82,12 @@ def test_without_a_key_a_frame_is_stored_as_it_always_was():
     assert bytes(slot) == bytes(sealed())
 
 
-def test_what_is_authenticated_alone_can_be_read():
+def test_an_authenticated_payload_is_readable_without_the_key():
     assert stored_by(MAC)[FRAME_ALIGNMENT:][: len(PAYLOAD)] == PAYLOAD
 
 
 @pytest.mark.parametrize("config", [None, XorConfig()], ids=["raw", "serialized"])
-def test_what_is_encrypted_cannot(config):
+def test_an_encrypted_payload_is_not_readable(config):
     """Nor does a header tell whoever guesses a payload that the guess is right."""
     stored, again = (stored_by(AES, salt=OURS, config=config) for _ in range(2))
     body = stored[FRAME_ALIGNMENT:]
@@ -297,7 +297,7 @@ def test_a_frame_cut_anywhere_is_none(keyed):
 
 
 @SEALS
-def test_what_is_damaged_is_neither_forged_nor_of_another_key(keyed):
+def test_a_damaged_frame_is_called_neither_forged_nor_of_another_key(keyed):
     """Without anybody's will, the checksums tell, and the frame is not left alone as one of another key."""
     genuine = stored_by(keyed)
     for place in [*range(FLAGS, KEYED_END), *range(FRAME_ALIGNMENT, FRAME_ALIGNMENT + len(PAYLOAD))]:

@@ -142,7 +142,7 @@ def test_no_source_runs_what_it_reads_or_listens():
     assert not found, "\n".join(found)
 
 
-def test_what_listens_for_commands_is_a_unix_socket():
+def test_commands_are_accepted_on_a_unix_socket_alone():
     files = [ROOT / "kvtier_core/engine/status/server.py", ROOT / "kvtier_core/storekit/owner_socket.py"]
     files += [ROOT / "kvtier_core/server/server.py", ROOT / "kvtier_core/server/connection.py"]
     families = [name for file in files for _, name in _used(ast.parse(file.read_text()))]
@@ -199,7 +199,7 @@ def test_each_danger_is_seen(source):
         "socket = code = select(http)",
     ],
 )
-def test_what_is_harmless_is_allowed(source):
+def test_harmless_calls_are_allowed(source):
     assert not list(dangers(source))
 
 

@@ -32,14 +32,14 @@ def engine(tmp_path):
         yield engine
 
 
-def test_what_one_stores_the_others_load(engine):
+def test_engines_load_frames_of_each_other(engine):
     first, second = engine(), engine()
     assert [first.ask(path) for path in PATHS[:10]] == [0] * 10
     assert [second.ask(path) for path in PATHS[:10]] == [CHUNKS] * 10
     assert engine().ask(PATHS[0]) == CHUNKS
 
 
-def test_what_one_made_room_for_is_a_miss_for_the_others(engine, tmp_path):
+def test_a_frame_evicted_by_one_engine_is_a_miss_for_the_others(engine, tmp_path):
     bounded = f", capacity: {10 * CHUNKS * FRAME}B"
     first, second = engine(bounded), engine(bounded)
     for path in PATHS[:10]:

@@ -153,7 +153,7 @@ def test_an_unfinished_write_takes_space_and_stays(shelf, user):
     assert shelf.unfinished == 5 * FRAME
 
 
-def test_what_cannot_be_removed_is_passed_over(full, user):
+def test_frames_that_cannot_be_removed_are_passed_over(full, user):
     full.stuck = {0, 1}
     write(user(), full, "new")
     assert {0, 1} < set(full.frames) and 2 not in full.frames
@@ -274,7 +274,7 @@ def test_a_frame_that_another_removes_is_freed_once(full, user, monkeypatch):
     assert full.used == full.nbytes <= CAPACITY
 
 
-def test_what_another_removes_after_the_listing_is_not_counted_again(full, user, monkeypatch):
+def test_frames_removed_by_others_after_the_listing_are_counted_once(full, user, monkeypatch):
     """The listing names it, and the account no longer has it."""
     list_now, other = full.oldest, user()
 
@@ -290,7 +290,7 @@ def test_what_another_removes_after_the_listing_is_not_counted_again(full, user,
     assert full.used == full.nbytes <= CAPACITY
 
 
-def test_who_waited_while_another_made_room_does_not_list_again(full, user):
+def test_a_user_that_waited_for_room_does_not_list_again(full, user):
     spaces, listed = [user(), user()], full.listed
     with ThreadPoolExecutor(2) as threads:
         with full.evicting():  # both wait
@@ -316,7 +316,7 @@ def test_the_first_user_counts_what_lies_there_already(shelf, user):
     assert shelf.most == CAPACITY and drift(shelf) == 0
 
 
-def test_what_a_killed_user_had_taken_comes_back(full, user, clock):
+def test_space_taken_by_a_killed_user_comes_back(full, user, clock):
     """After so long that none of it can be the write of somebody who lives."""
     killed, lives = user(), user()
     killed.take(10 * FRAME)
@@ -328,7 +328,7 @@ def test_what_a_killed_user_had_taken_comes_back(full, user, clock):
     assert full.most <= CAPACITY
 
 
-def test_what_is_under_way_is_not_taken_for_that_of_a_killed_user(full, user, clock):
+def test_space_of_writes_under_way_is_not_reclaimed(full, user, clock):
     """However much it is, and however often the store is listed meanwhile."""
     slow, lives = user(), user()
     write(lives, full, "before")
@@ -386,7 +386,7 @@ def test_fewer_than_all_writes_are_counted_in_the_store(shelf, large):
     assert shelf.counted < 8
 
 
-def test_what_is_given_back_is_used_again(shelf, large):
+def test_returned_space_is_reused(shelf, large):
     space = large()
     space.take(FRAME)
     counted = shelf.counted
@@ -396,7 +396,7 @@ def test_what_is_given_back_is_used_again(shelf, large):
     assert shelf.counted == counted
 
 
-def test_who_leaves_returns_what_it_did_not_use(shelf, large):
+def test_a_user_that_leaves_returns_unused_space(shelf, large):
     space = large()
     write(space, shelf, "frame")
     assert drift(shelf) == CAPACITY - FRAME
@@ -405,7 +405,7 @@ def test_who_leaves_returns_what_it_did_not_use(shelf, large):
     assert drift(shelf) == 0
 
 
-def test_what_an_idle_user_took_in_advance_lapses(shelf, large, clock):
+def test_space_that_an_idle_user_took_in_advance_lapses(shelf, large, clock):
     """Others may then take it for that of a killed one, so it is neither used nor given back."""
     space = large()
     for times, place in enumerate(("frame", "another"), 1):

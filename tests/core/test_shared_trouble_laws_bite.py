@@ -320,7 +320,7 @@ def test_a_planted_bug_breaks_its_law(tmp_path, bug, law, why, monkeypatch):
         ("test_a_store_is_not_listed", "cannot see whether the store is listed"),
     ],
 )
-def test_what_a_suite_cannot_do_is_skipped(tmp_path, law, why):
+def test_laws_that_a_suite_cannot_try_are_skipped(tmp_path, law, why):
     with pytest.raises(pytest.skip.Exception, match=why):
         getattr(BareLaws(), law)(tmp_path)
 

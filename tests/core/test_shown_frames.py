@@ -70,7 +70,7 @@ def is_whole(key, frame):
     return error is None and frame[FRAME_HEADER_NBYTES:][: LAYOUT.payload_nbytes] == PAYLOADS[key]
 
 
-def test_what_is_sealed_is_shown_until_it_is_evicted(manager, hot):
+def test_sealed_frames_are_shown_until_they_are_evicted(manager, hot):
     store(manager, *KEYS[:SLOTS])
     assert list(hot.sealed) == KEYS[:SLOTS]
     assert all(is_whole(key, frame) for key, frame in hot.sealed.items())
@@ -78,14 +78,14 @@ def test_what_is_sealed_is_shown_until_it_is_evicted(manager, hot):
     assert list(hot.sealed) == KEYS[1 : SLOTS + 1]
 
 
-def test_what_is_invalidated_is_shown_no_longer_though_it_is_in_use(manager, hot):
+def test_invalidated_frames_are_hidden_even_while_in_use(manager, hot):
     store(manager, KEYS[0])
     assert manager.lookup(KEYS[:1], "request").slots
     manager.invalidate_all(CONTEXT.namespace.renewed())
     assert not hot.sealed
 
 
-def test_what_came_through_a_lossy_codec_is_not_shown(hot):
+def test_frames_from_a_lossy_codec_are_not_shown(hot):
     hot.reserve(KEYS[:2])
     hot.commit(KEYS[:1], [None])
     hot.commit(KEYS[1:2], [None], exact=False)

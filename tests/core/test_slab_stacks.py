@@ -55,7 +55,7 @@ def stored(serving, paths):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_collected_while_a_stack_opens(stack, tmp_path, monkeypatch, fails):
+def test_the_garbage_collector_rests_while_a_stack_opens(stack, tmp_path, monkeypatch, fails):
     """With a million frames it would take as long again."""
     collected, opened = [], GdsBackend.__init__
 
@@ -79,7 +79,7 @@ def test_slabs_without_an_arena_serve_after_a_restart(stack, tmp_path):
         assert stored(serving, PATHS) == [CHUNKS] * 40
 
 
-def test_what_slabs_alone_stored_is_found_below_memory(stack, tmp_path):
+def test_frames_of_a_slab_stack_are_found_below_memory(stack, tmp_path):
     with stack(slabs(tmp_path)) as serving:
         stored(serving, PATHS)
     with stack(CPU, slabs(tmp_path)) as serving:
@@ -93,7 +93,7 @@ def test_slabs_that_are_full_take_newcomers_for_the_least_recent(stack, tmp_path
         assert not serving.seen & {"io_error", "breaker_open", "corrupt", "missing"}
 
 
-def test_what_the_policy_learned_takes_no_chunks_place(stack, tmp_path):
+def test_the_policy_state_does_not_take_a_chunks_room(stack, tmp_path):
     """It is a frame of another length, written before the slabs are full; the tier has kept its bytes for it."""
     names = "[" + ", ".join(str(tmp_path / name) for name in "abc") + "]"
     capacity = 400 * FRAME + 4 * FRAME_ALIGNMENT
@@ -169,7 +169,7 @@ def test_frames_of_any_ranks_pass_through_an_arena(direct):
     assert "no, frames of other numbers of ranks are rearranged in slots" in said
 
 
-def test_what_workers_refuse_to_read_passes_through_an_arena(stack, tmp_path):
+def test_frames_that_workers_refuse_pass_through_an_arena(stack, tmp_path):
     """Also for requests that hold it where it lies, waiting for the self-test to end."""
     with stack(CPU, slabs(tmp_path)) as serving:
         stored(serving, PATHS)
@@ -196,7 +196,7 @@ def test_an_arena_below_is_none_above(tmp_path):
     assert "the first tier must be an arena, and 'gds' is none" in complaint(tmp_path, [slabs(tmp_path), CPU])
 
 
-def test_staging_that_holds_no_chunk_is_told_where_it_was_written(stack, tmp_path):
+def test_staging_that_holds_no_chunk_is_reported_where_it_was_written(stack, tmp_path):
     with pytest.raises(ConfigError, match=r"kvtier.yaml:4: \$.tiers\[0\].staging.capacity: 4KiB holds no chunk"):
         stack(slabs(tmp_path, staging=4096))
     assert "$.tiers[0].staging: 'staging' must be > 0" in complaint(tmp_path, [slabs(tmp_path, staging=0)])

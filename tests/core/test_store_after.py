@@ -48,7 +48,7 @@ def test_a_disk_stays_empty_until_the_second_request(serving, kv):
         assert [file.stem for file in files(kv)] == sorted(key.hex() for key in PATH)
 
 
-def test_what_was_named_once_is_not_copied(serving, kv):
+def test_a_chunk_named_once_is_not_copied(serving, kv):
     with serving(memory=2, disk=2) as stack:
         assert stack.ask(PATH) == 0
         assert (stack.copies, chunks(stack), files(kv)) == (0, [0, 0], [])
@@ -63,7 +63,7 @@ def test_memory_alone_keeps_what_was_named_twice(serving):
         assert chunks(stack) == [4]
 
 
-def test_what_the_disk_wants_passes_through_memory_that_would_wait(serving, kv):
+def test_a_chunk_for_the_disk_passes_through_memory_that_would_wait(serving, kv):
     """There is no other way down."""
     with serving(memory=2, disk=1) as stack:
         assert stack.ask(PATH) == 0
@@ -89,7 +89,7 @@ def test_a_request_that_looks_again_and_again_is_one(serving, kv):
         assert (stack.copies, chunks(stack), files(kv)) == (0, [0, 0], [])
 
 
-def test_what_is_on_disk_comes_up_for_the_first_request_of_a_new_engine(serving):
+def test_a_new_engine_promotes_chunks_from_disk_at_the_first_request(serving):
     with serving(memory=2, disk=2) as stack:
         stack.ask(PATH)
         stack.ask(PATH)

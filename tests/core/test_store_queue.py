@@ -85,7 +85,7 @@ def test_loads_go_before_stores_that_wait():
     assert (bench.good, bench.has(B, C, D, E)) == ([A], [True, True, True, False])
 
 
-def test_what_was_dropped_is_stored_when_it_is_offered_again():
+def test_a_dropped_chunk_is_stored_when_it_is_offered_again():
     bench = TierBench(frames=6, inflight=4)
     for key in (A, B, C, D, E):
         bench.write(key)

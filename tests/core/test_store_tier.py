@@ -92,7 +92,7 @@ def test_a_breaker_that_is_open_shows_in_the_usage(bench):
     assert (bench.tier.usage().can_read, bench.tier.usage().can_write) == (False, True)
 
 
-def test_what_is_there_is_not_written_again(bench):
+def test_a_stored_frame_is_not_written_again(bench):
     bench.write(A)
     bench.write(A)
     assert bench.released == [A], "what is being written is not wanted, and its view is free at once"
@@ -102,7 +102,7 @@ def test_what_is_there_is_not_written_again(bench):
     assert bench.events() == [("written", [A])]
 
 
-def test_what_is_not_there_is_not_read(bench):
+def test_an_absent_frame_is_not_read(bench):
     assert bench.read(A) == {}
     assert bench.pool.jobs == 0
 
@@ -178,7 +178,7 @@ def test_a_delete_that_fails_keeps_the_victim_and_refuses_the_newcomer():
 
 
 @pytest.mark.parametrize("policy", [FifoConfig(), LfuConfig(), LruConfig(), MruConfig()], ids=lambda each: each.type)
-def test_nobody_leaves_to_make_room_for_his_own_child(policy):
+def test_a_chunk_is_not_evicted_for_its_own_child(policy):
     """Without its parent a child is unreachable."""
     bench = TierBench(frames=3, policy=policy.open())
     for path in ([A, B], [D]):
@@ -198,7 +198,7 @@ def test_more_than_the_capacity_is_refused_and_evicts_nobody_for_it():
     assert bench.has(A, B, C) == [True, True, False]
 
 
-def test_what_the_policy_does_not_prefer_is_not_admitted():
+def test_a_chunk_that_the_policy_does_not_prefer_is_not_admitted():
     bench = TierBench(frames=1, policy=Fussy(B))
     assert bench.tier.would_admit([A]) == [A]
     bench.write(A)
@@ -264,7 +264,7 @@ class Survivor(Shelf):
         return iter([(key, len(held)) for key, held in self.frames.items()])
 
 
-def test_what_survived_is_found():
+def test_frames_are_found_after_a_restart():
     bench = TierBench(shelf=Survivor(A, B))
     assert bench.has(A, B) == [True, True]
     assert bench.tier.usage().nbytes == 2 * FRAME
@@ -276,13 +276,13 @@ class Stammerer(Survivor):
         return iter([*super().scan(), *super().scan()])
 
 
-def test_what_is_named_twice_by_a_scan_is_held_once():
+def test_a_frame_that_a_scan_names_twice_is_held_once():
     bench = TierBench(shelf=Stammerer(A, B))
     assert bench.has(A, B) == [True, True]
     assert bench.tier.usage().nbytes == 2 * FRAME
 
 
-def test_what_survived_beyond_the_capacity_leaves_oldest_first():
+def test_frames_beyond_the_capacity_leave_at_start_oldest_first():
     bench = TierBench(frames=2, shelf=Survivor(A, B, C, D))
     assert bench.has(A, B, C, D) == [False, False, True, True]
     bench.settle()
@@ -291,7 +291,7 @@ def test_what_survived_beyond_the_capacity_leaves_oldest_first():
     assert bench.tier.usage().nbytes == 2 * FRAME
 
 
-def test_what_is_deleted_at_the_start_is_not_written_meanwhile():
+def test_a_frame_that_is_deleted_at_start_is_not_written_meanwhile():
     bench = TierBench(shelf=Survivor(A, B), frames=1)
     bench.write(A)
     bench.settle()  # in the unlikely order
@@ -348,7 +348,7 @@ def test_a_question_is_asked_once(shared):
     assert shared.pool.jobs == 1
 
 
-def test_what_is_written_meanwhile_is_not_asked(shared):
+def test_a_key_that_is_written_meanwhile_is_not_asked_for(shared):
     assert shared.tier.request_lookup([A])
     shared.write(A)
     shared.tier.poll()
@@ -357,12 +357,12 @@ def test_what_is_written_meanwhile_is_not_asked(shared):
     assert shared.has(A) == [True]
 
 
-def test_nobody_wonders_about_a_store_of_ones_own(bench):
+def test_a_private_store_is_not_asked(bench):
     bench.shelf.frames[A] = bytes(sealed(A))
     assert not bench.tier.request_lookup([A])
 
 
-def test_nobody_wonders_about_a_store_at_rest(shared):
+def test_a_store_with_an_open_breaker_is_not_asked(shared):
     shared.shelf.fails = True
     for key in (A, B, C):
         assert shared.tier.request_lookup([key])
@@ -374,7 +374,7 @@ def test_nobody_wonders_about_a_store_at_rest(shared):
     assert shared.tier.request_lookup([D])
 
 
-def test_what_others_stored_is_within_the_capacity_too():
+def test_frames_of_others_count_against_the_capacity():
     bench = TierBench(frames=2, shelf=SharedShelf())
     bench.shelf.frames = {key: bytes(sealed(key)) for key in KEYS}
     for key in KEYS:
@@ -384,7 +384,7 @@ def test_what_others_stored_is_within_the_capacity_too():
     assert bench.tier.usage().nbytes <= bench.tier.usage().capacity
 
 
-def test_nothing_of_a_shared_store_is_deleted_to_make_room():
+def test_a_shared_store_loses_no_frame_for_room():
     """An engine with less capacity, or in another epoch, knows less of the store; the others find all they stored."""
     shelf = SharedShelf()
     others = {key: bytes(sealed(key)) for key in KEYS}
@@ -403,7 +403,7 @@ def test_nothing_of_a_shared_store_is_deleted_to_make_room():
     assert shelf.frames == others
 
 
-def test_what_another_engine_deleted_is_only_forgotten(shared):
+def test_a_frame_that_another_engine_deleted_is_only_forgotten(shared):
     shared.write(A)
     shared.settle()
     del shared.shelf.frames[A]
@@ -428,7 +428,7 @@ def test_clear_deletes_what_is_here(bench):
     assert bench.tier.usage().nbytes == 0
 
 
-def test_what_is_written_during_a_clear_goes_when_it_is_whole(bench):
+def test_a_frame_written_during_an_invalidation_is_deleted_afterwards(bench):
     bench.write(A)
     bench.tier.invalidate_all(NAMESPACE.renewed())
     assert len(bench.pool.queue) == 1, "no delete beside the write"
@@ -451,7 +451,7 @@ class Marked(FrameCodec):
         return marked
 
 
-def test_what_waits_for_its_write_is_encoded_under_the_namespace_of_its_key():
+def test_a_waiting_write_keeps_the_namespace_of_its_key():
     bench = TierBench(frames=1)
     bench.tier._codec = Marked(NAMESPACE, LAYOUT, None)
     bench.write(A)
@@ -464,7 +464,7 @@ def test_what_waits_for_its_write_is_encoded_under_the_namespace_of_its_key():
     assert written == [NAMESPACE.digest]
 
 
-def test_what_is_read_during_a_clear_is_not_served(bench):
+def test_a_frame_read_during_an_invalidation_is_not_served(bench):
     bench.write(A)
     bench.settle()
     bench.read(A)

@@ -97,7 +97,7 @@ def test_the_format_is_that_of_every_release():
         lambda good: good[:-2000] + bytes(2000),
     ],
 )
-def test_what_no_payload_becomes_is_refused(harmed):
+def test_input_that_no_payload_encodes_to_is_refused(harmed):
     serializer = serializer_for("bfloat16")
     good = encode(serializer, KV, len(KV) + 48)
     with pytest.raises(BackendError, match=r"^zstd: "):

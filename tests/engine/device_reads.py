@@ -104,7 +104,7 @@ def test_only_payloads_pass_through_the_gpu(machine, monkeypatch):
 
 
 @pytest.mark.parametrize("at", [0, 40])
-def test_what_does_not_verify_reaches_no_page(machine, at):
+def test_unverified_bytes_reach_no_page(machine, at):
     empty = machine.content()
     machine.change(KEYS[2], b"\xff" * 8, at=at)
     assert machine.load(machine.frames(KEYS[2:3])) == [(True, {KEYS[2]: ReadStatus.CORRUPT})] * 2
@@ -145,7 +145,7 @@ def test_a_frame_that_is_too_short_reaches_no_page(machine, nbytes, ranks):
     assert same([machine.content()[rank] for rank in ranks], [empty[rank] for rank in ranks])
 
 
-def test_a_slab_that_ends_too_early_is_told(machine, tmp_path):
+def test_a_slab_that_ends_too_early_is_reported(machine, tmp_path):
     frames = machine.frames()
     with open(tmp_path / "kvtier.slab", "r+b") as slab:
         slab.truncate(frames[3].location.place[1] + NBYTES // 2)
@@ -353,7 +353,7 @@ def test_auto_leaves_it_to_an_arena_without_gpudirect_storage(automatic, monkeyp
 
 
 @pytest.mark.parametrize("timeout", [HASTY])
-def test_what_hangs_keeps_its_files_and_memory(automatic, fake, monkeypatch, timeout):
+def test_a_hanging_read_keeps_its_files_and_memory(automatic, fake, monkeypatch, timeout):
     """It would read into what others got meanwhile, or from another file."""
     go, closed = threading.Event(), []
     monkeypatch.setattr(DeviceLane, "_read_payloads", lambda *_: go.wait(30))

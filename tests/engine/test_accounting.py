@@ -57,7 +57,7 @@ def test_a_miss_then_a_hit_from_each_tier(host):  # noqa: F811
     assert ledger.tokens("disk")[1] == 32
 
 
-def test_what_is_bypassed_is_counted_in_every_tier(host):  # noqa: F811
+def test_bypassed_tokens_count_in_every_tier(host):  # noqa: F811
     engine = host()
     ledger = Ledger(engine)
     engine.ask("first", ASKED, identity=Bypass("nobody knows"))
@@ -66,7 +66,7 @@ def test_what_is_bypassed_is_counted_in_every_tier(host):  # noqa: F811
     assert ledger.whys() == {"not looked up"}
 
 
-def test_what_is_declined_is_no_miss(served):  # noqa: F811
+def test_declined_tokens_are_not_misses(served):  # noqa: F811
     engine = served()
     ledger = Ledger(engine)
     computes(engine, CHUNK / 0.1)
@@ -144,7 +144,7 @@ def test_an_observer_learns_of_a_request_its_tokens_by_tier_its_wait_and_the_com
     assert told[-1].kind is EventKind.FINISHED
 
 
-def test_the_usage_is_told_when_it_has_changed(host):  # noqa: F811
+def test_the_usage_is_reported_when_it_has_changed(host):  # noqa: F811
     engine = host()
     ledger = Ledger(engine)
     engine.ask("first", ASKED)

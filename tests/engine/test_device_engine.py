@@ -81,14 +81,14 @@ def found_by_the_next(setup: Setup) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_torn_is_served_when_a_worker_is_killed(tmp_path, ranks):
+def test_no_torn_chunk_is_served_after_a_worker_is_killed(tmp_path, ranks):
     for seed in range(3):
         setup = Setup(seed=seed, ranks=ranks, disk=tmp_path)
         killed_in_mid_copy(setup)
         assert found_by_the_next(setup)
 
 
-def test_what_is_torn_would_be_noticed(tmp_path):
+def test_the_harness_notices_a_torn_chunk(tmp_path):
     setup = Setup(bug="a store is reported before its event", disk=tmp_path)
     with pytest.raises(WrongKV):
         for seed in range(20):
@@ -101,7 +101,7 @@ def test_what_is_torn_would_be_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", on_gpu.KINDS)
-def test_what_is_run_on_a_gpu_runs_here(kind):
+def test_the_gpu_harness_runs_here(kind):
     setup = on_gpu.KINDS[kind]
     here = attrs.evolve(setup, device="cpu", slots=min(setup.slots, 40))
     assert run(here, 6).requests == 6

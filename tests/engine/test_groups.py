@@ -61,7 +61,7 @@ def test_a_prompt_that_returns_is_loaded_up_to_its_last_whole_chunk(host):
     served.assert_at_rest()
 
 
-def test_the_frames_of_a_load_are_told(host):
+def test_the_frames_of_a_load_are_reported(host):
     served, asked, told = host(), prompt(1, 6 * CHUNK + 3), []
     served.ask("first", asked)
     served.side.events.listeners.append(told.extend)
@@ -91,7 +91,7 @@ def test_the_next_turn_of_a_conversation_continues_where_the_last_one_ended(host
     served.assert_at_rest()
 
 
-def test_what_two_prompts_share_is_loaded_from_the_third_on(host, layout):
+def test_a_shared_prefix_is_loaded_from_the_third_prompt_on(host, layout):
     """No boundary was stored where they part, unless windows are small; the second one stores it on its way."""
     if any(group.kind is KVKind.STATE for group in layout.groups):
         pytest.skip("states are where the engine offers them")

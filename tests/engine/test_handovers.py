@@ -28,7 +28,7 @@ def hand_over(host, *prompts, **more):  # noqa: F811
     return [each.kept for each in requests]
 
 
-def test_what_is_handed_over_is_pinned_until_a_step_after_its_lease(host):  # noqa: F811
+def test_handed_over_chunks_are_pinned_until_a_step_after_their_lease(host):  # noqa: F811
     engine = host(clock=Clock())
     engine.late_stores = 9
     assert hand_over(engine, ASKED) == [4 * CHUNK]
@@ -38,7 +38,7 @@ def test_what_is_handed_over_is_pinned_until_a_step_after_its_lease(host):  # no
     engine.assert_at_rest()
 
 
-def test_what_is_handed_over_outlives_prompts_that_need_its_room(host):  # noqa: F811
+def test_handed_over_chunks_outlive_prompts_that_need_their_room(host):  # noqa: F811
     engine = host(chunks=10, clock=Clock())
     hand_over(engine, ASKED)
     for seed in range(2, 6):
@@ -61,14 +61,14 @@ def test_leases_pin_no_more_than_half_of_the_arena_the_oldest_ends_first(host): 
     assert list(engine.manager.pins_by_holder().values()) == [6]
 
 
-def test_what_prompts_begin_with_alike_counts_once(host):  # noqa: F811
+def test_a_common_prefix_counts_once(host):  # noqa: F811
     engine = host(chunks=12, clock=Clock())
     alike = [ASKED[: 4 * CHUNK] + prompt(seed, CHUNK) for seed in (2, 3)]
     assert hand_over(engine, *alike[:1]) == hand_over(engine, *alike[1:]) == [5 * CHUNK]
     assert list(engine.manager.pins_by_holder().values()) == [5, 5]
 
 
-def test_nothing_is_pinned_in_memory_that_other_engines_need(host):  # noqa: F811
+def test_no_lease_is_taken_in_the_memory_of_a_server(host):  # noqa: F811
     """That of a server: an idle engine takes no step in which its leases could end."""
     engine = host(clock=Clock())
     engine.side._handovers._lent = True
@@ -76,7 +76,7 @@ def test_nothing_is_pinned_in_memory_that_other_engines_need(host):  # noqa: F81
     engine.assert_at_rest()
 
 
-def test_what_workers_could_read_from_slabs_is_brought_into_the_arena(tmp_path):
+def test_handed_over_frames_of_a_slab_are_read_into_the_arena(tmp_path):
     """Peers see the arena alone. The engine that has the prompt in its own cache loads nothing, and stores nothing."""
     heap = {"type": "heap", "capacity": f"{32 * FRAME}B", "store_after": 2}
     slabs = {"type": "gds", "paths": [str(tmp_path)], "capacity": "4MiB", "mode": "gds"}
@@ -90,7 +90,7 @@ def test_what_workers_could_read_from_slabs_is_brought_into_the_arena(tmp_path):
 
 
 @pytest.mark.parametrize("why", ["bypassed", "short"])
-def test_what_another_engine_could_not_find_is_not_handed_over(host, why):  # noqa: F811
+def test_chunks_that_other_engines_could_not_find_are_not_handed_over(host, why):  # noqa: F811
     engine = host()
     if why == "bypassed":
         kept = hand_over(engine, ASKED, identity=Bypass("for a reason"))
@@ -142,7 +142,7 @@ def asked_again(two, monkeypatch):
     return times
 
 
-def test_what_comes_late_is_asked_for_again_and_loaded(two, asked_again):
+def test_late_chunks_are_asked_for_again_and_loaded(two, asked_again):
     first, second = two
     request = second.submit("second", ASKED, computed_elsewhere=len(ASKED))
     steps(second, 0.5)
@@ -154,7 +154,7 @@ def test_what_comes_late_is_asked_for_again_and_loaded(two, asked_again):
     second.assert_at_rest()
 
 
-def test_what_never_comes_is_computed_after_load_wait(two):
+def test_chunks_that_never_come_are_computed_after_load_wait(two):
     _, second = two
     request = second.submit("second", ASKED, computed_elsewhere=len(ASKED))
     steps(second, 1.95)
@@ -165,7 +165,7 @@ def test_what_never_comes_is_computed_after_load_wait(two):
     second.assert_at_rest()
 
 
-def test_nobody_waits_longer_than_computing_what_is_late_takes(two):
+def test_no_request_waits_longer_than_computing_the_late_chunks_takes(two):
     _, second = two
     second.side._waiting._always = False
     computes(second, CHUNK / 0.1)
@@ -178,7 +178,7 @@ def test_nobody_waits_longer_than_computing_what_is_late_takes(two):
 
 
 @pytest.mark.parametrize("computed", [0, CHUNK - 1], ids=["nothing", "less than a chunk"])
-def test_nobody_waits_for_what_no_engine_has_computed(two, computed):
+def test_no_request_waits_for_chunks_that_no_engine_computed(two, computed):
     _, second = two
     request = second.submit("second", ASKED, computed_elsewhere=computed)
     steps(second, 0.05)
@@ -186,7 +186,7 @@ def test_nobody_waits_for_what_no_engine_has_computed(two, computed):
     second.run(request)
 
 
-def test_nobody_waits_where_no_store_can_be_asked(host):  # noqa: F811
+def test_no_request_waits_if_no_store_can_be_asked(host):  # noqa: F811
     engine = host(clock=Clock())
     engine.step()
     request = engine.submit("1", ASKED, computed_elsewhere=len(ASKED))

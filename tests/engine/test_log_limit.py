@@ -56,7 +56,7 @@ def test_the_first_is_logged_at_once_and_the_others_are_counted(events, clock, l
     assert log() == ["redis: io_error: 212 more in 60 s: Connection refused"]
 
 
-def test_a_cause_that_goes_on_is_told_once_a_minute_and_one_that_ended_is_new_again(events, clock, log):
+def test_a_cause_that_goes_on_is_reported_once_a_minute_and_one_that_ended_is_new_again(events, clock, log):
     for _ in range(3 * 60):
         events.record([failed("Connection refused")])
         clock.now += 1
@@ -101,7 +101,7 @@ def test_frames_places_and_times_are_no_causes(events, log):
     assert len(log()) == 1
 
 
-def test_what_was_counted_is_told_when_the_engine_ends(events, log):
+def test_counts_are_reported_when_the_engine_ends(events, log):
     for _ in range(4):
         events.record([failed("Connection refused")])
     log()

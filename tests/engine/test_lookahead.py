@@ -60,7 +60,7 @@ def test_a_prompt_without_these_tokens_has_no_such_chunk(host, caplog, lookahead
 
 @pytest.mark.parametrize("layout", [LAYOUT, ChunkLayout([*LAYOUT.groups, WINDOW], CHUNK)], ids=["full", "window"])
 @pytest.mark.parametrize("lookahead", [1, 3])
-def test_what_is_generated_is_kept_once_the_tokens_behind_it_are_known(host, lookahead, layout):
+def test_generated_chunks_are_kept_once_the_tokens_behind_them_are_known(host, lookahead, layout):
     served, asked = host(lookahead, layout, save_decode=True), prompt(1, CHUNK + 3)
     request = served.submit("first", asked)
     for token in range(3 * CHUNK):
@@ -85,7 +85,7 @@ def test_an_item_behind_a_chunk_counts_as_the_tokens_there(host):
     served.assert_at_rest()
 
 
-def test_what_a_step_leaves_unwritten_is_not_trusted_nor_what_stands_on_it():
+def test_kv_that_a_step_left_unwritten_is_not_stored_nor_anything_behind_it():
     provenance = Provenance([BLOCK])
     whole = Step((), (), lambda request_id: [[1, 2, 3]])
     partial = attrs.evolve(whole, writes_all=False)
@@ -95,7 +95,7 @@ def test_what_a_step_leaves_unwritten_is_not_trusted_nor_what_stands_on_it():
     assert [provenance.trusts_any([block]) for block in (1, 2, 3)] == [True, False, False]
 
 
-def test_what_was_computed_for_rejected_drafts_is_not_trusted_when_it_is_not_written_again():
+def test_kv_of_rejected_drafts_is_not_stored_unless_it_is_written_again():
     """Three of the tokens counted before the step were rejected since."""
     provenance = Provenance([BLOCK])
     partial = Step((), (), lambda request_id: [[1, 2, 3]], writes_all=False)

@@ -58,13 +58,13 @@ def test_stages_differ_in_nothing_but_their_layers(other):
     )
 
 
-def test_a_refusal_of_any_rank_is_told():
+def test_a_refusal_of_any_rank_is_reported():
     assert Ranks([REPORT, WorkerReport("", (), (), "a later stage has states")], stages=2).disagreement() == (
         "a later stage has states"
     )
 
 
-def test_what_some_stages_say_is_not_said_of_all():
+def test_a_fact_of_some_stages_is_not_a_fact_of_all():
     """Kinds of numbers that differ from stage to stage are opaque, and as many ranks are alike as are in all stages."""
     whole = Ranks([attrs.evolve(REPORT, replicas=4), attrs.evolve(group(dtype="uint8"), replicas=2)], stages=2).as_one()
     assert (whole.groups[0].dtype, whole.groups[0].structure) == ("float32 uint8", KVStructure.KEYS_AND_VALUES)

@@ -38,12 +38,12 @@ def ask(host, *identities):
 
 
 @pytest.mark.parametrize("identity", [OURS, KVIdentity()], ids=["salted", "without a salt"])
-def test_what_was_stored_is_found_after_a_restart(host, identity):
+def test_stored_chunks_are_found_after_a_restart(host, identity):
     assert ask(host(), identity) == 0
     assert ask(host(), identity) == len(PROMPT)
     assert ask(host(), THEIRS) == 0
 
 
-def test_what_is_written_when_it_is_named_again_is_found_too(host):
+def test_chunks_written_when_they_are_named_again_are_found_too(host):
     ask(host(store_after=2), OURS, OURS)
     assert ask(host(), OURS) == len(PROMPT)

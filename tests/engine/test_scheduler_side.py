@@ -137,7 +137,7 @@ def test_blocks_that_kvtier_did_not_fill_are_not_stored_nor_what_stands_on_them(
     served.assert_at_rest()
 
 
-def test_what_was_loaded_may_be_built_on(host):
+def test_tokens_behind_a_load_are_stored(host):
     served, asked = host(), prompt(1, 2 * CHUNK)
     served.ask("first", asked)
     assert served.ask("longer", prompt(2, 4 * CHUNK, asked)) == 2 * CHUNK
@@ -303,7 +303,7 @@ def test_a_bypass_that_comes_later_keeps_nothing_more(host, said):
     assert said() == ["kvtier: third: hit 0 of 48 tokens: its image is another's"]
 
 
-def test_a_request_that_wants_no_cached_prefix_is_stored_all_the_same(host, said):
+def test_a_request_that_wants_no_cached_prefix_is_stored_nevertheless(host, said):
     served, asked = host(), prompt(1, 3 * CHUNK)
     assert served.ask("first", asked, reads_cache=False) == 0
     assert served.ask("second", asked, reads_cache=False) == 0
@@ -438,7 +438,7 @@ def test_an_epoch_that_begins_during_a_load_says_so(host):
     served.assert_at_rest()
 
 
-def test_what_workers_notice_of_their_weights_opens_one_epoch(host, said):
+def test_workers_that_notice_new_weights_open_one_epoch(host, said):
     """However many of them notice, and whenever: the steps that were planned before are of the epoch before."""
     served, asked = host(), prompt(1, 6 * CHUNK)
     assert served.ask("first", asked) == 0
@@ -459,7 +459,7 @@ def test_what_workers_notice_of_their_weights_opens_one_epoch(host, said):
     served.assert_at_rest()
 
 
-def test_nothing_is_promised_or_reserved_when_a_worker_says_that_it_is_off(host, said):
+def test_no_lookup_or_reservation_after_a_worker_reports_that_it_is_off(host, said):
     served, asked = host(), prompt(1, 6 * CHUNK)
     served.ask("first", asked)
     served.side.progress(StepResult(progress=WorkerProgress(off="rank 0 failed; see its log")))
@@ -512,7 +512,7 @@ def test_policies_are_told_of_a_request_once_with_its_hints(host, monkeypatch):
     assert told == [(3, {"turn": "tool"})] * 2, "once for each tier"
 
 
-def test_what_ended_is_recorded(stack):
+def test_finished_requests_are_recorded(stack):
     class Recorder:
         lines = []  # noqa: RUF012
 

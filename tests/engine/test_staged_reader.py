@@ -176,7 +176,7 @@ def test_more_chunks_than_there_is_memory_for(opened, monkeypatch):
     assert same(opened.content(), expected)
 
 
-def test_what_does_not_verify_reaches_no_page(machine):
+def test_unverified_bytes_reach_no_page(machine):
     empty = machine.content()
     stranger = machine.frames(KEYS[:1], named=KEYS[1:2])
     assert machine.load(stranger) == [(True, {KEYS[1]: ReadStatus.CORRUPT})] * 2
@@ -284,7 +284,7 @@ def test_a_read_that_hangs_fails_and_loads_go_on_when_it_returns(hasty, monkeypa
     assert same(machine.content(), expected)
 
 
-def test_what_was_given_up_reaches_no_page_when_its_read_returns(hasty, monkeypatch):
+def test_a_read_that_was_given_up_reaches_no_page_when_it_returns(hasty, monkeypatch):
     """The engine has computed these pages by then."""
     machine = hasty
     machine.attach()
@@ -326,7 +326,7 @@ def test_a_load_goes_on_while_the_engine_takes_no_step(opened, monkeypatch):
         assert side.loaded() == ({"request"}, set())
 
 
-def test_files_that_cannot_be_reached_are_told_at_the_start(opened, tmp_path):
+def test_files_that_cannot_be_reached_are_reported_at_the_start(opened, tmp_path):
     (tmp_path / "kvtier.slab").unlink()
     for side in opened.sides:
         side.attach(opened.plan)
@@ -336,7 +336,7 @@ def test_files_that_cannot_be_reached_are_told_at_the_start(opened, tmp_path):
     assert [failed for failed, _ in opened.load(opened.frames())] == [True, True]
 
 
-def test_what_one_rank_could_not_read_was_not_read():
+def test_a_frame_that_one_rank_could_not_read_counts_as_unread():
     bad = FrameRead(ReadStatus.CORRUPT, "damaged")
     first = WorkerProgress(unread={"a": {KEYS[0]: bad}})
     second = WorkerProgress(unread={"a": {KEYS[1]: bad}, "b": {KEYS[2]: bad}}, no_readers={"gds": "no GPU"})

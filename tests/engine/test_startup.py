@@ -46,7 +46,7 @@ def test_the_scheduler_side_serves_the_engine_that_its_workers_described(caplog)
         side.close()
 
 
-def test_it_says_why_the_number_of_ranks_counts_although_it_was_asked_not_to(caplog):
+def test_the_log_says_why_ranks_any_has_no_effect(caplog):
     caplog.set_level("INFO", "kvtier")
     asked = attrs.evolve(CONFIG, identity=IdentityConfig(ranks="any"))
     windows = attrs.evolve(REPORT, own_ranks="group 0 needs sliding window of 64")

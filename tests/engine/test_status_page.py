@@ -182,7 +182,7 @@ def test_top_needs_an_engine_to_begin_with(path, capsys):
     assert "no engine answers" in capsys.readouterr().err
 
 
-def test_what_was_read_and_loaded_is_told(host, path, capsys):
+def test_status_has_reads_and_loads(host, path, capsys):
     with_disk = host()
     with_disk.ask("first", PROMPT), with_disk.ask("second", PROMPT)
     with_disk.settle()
@@ -193,7 +193,7 @@ def test_what_was_read_and_loaded_is_told(host, path, capsys):
 
 
 @pytest.mark.parametrize("kinds", [["read"], ["loaded"], ["read", "loaded"]], ids=" and ".join)
-def test_what_leaves_a_tier_is_counted_once(kinds):
+def test_each_departure_from_a_tier_is_counted_once(kinds):
     """Of a frame that workers read from a store, both are told."""
     one, later = (
         {"at": at, "tiers": [{"tier": "gds", "events": {kind: {"nbytes": nbytes} for kind in kinds}}]}
@@ -214,7 +214,7 @@ def test_tenants_are_told_by_digest_and_are_bounded():
     assert told[0]["tenant"] == "others" and "-" in [each["tenant"] for each in told]
 
 
-def test_who_sees_a_digest_cannot_try_out_salts():
+def test_a_digest_does_not_let_readers_try_salts():
     one, other = Tenants(), Tenants()
     for tenants in (one, one, other):
         tenants.count(b"guessable", 1, 1, 0)
@@ -468,7 +468,7 @@ def test_a_socket_that_a_killed_engine_left_is_replaced(host, path, capsys):
     assert main(["status", "--socket", str(path)]) == 0
 
 
-def test_what_is_no_abandoned_socket_stays_and_the_engine_serves(host, path, caplog):
+def test_a_path_that_is_not_an_abandoned_socket_is_left_alone(host, path, caplog):
     path.write_text("something else")
     served = host()
     assert path.read_text() == "something else"

@@ -123,7 +123,7 @@ def test_requests_that_decode_do_not_pull_the_speed_of_the_engine_down(served):
         host.side.finished(each.view(), "abort")
 
 
-def test_what_a_preempted_request_computes_again_counts_as_its_prompt(served):
+def test_tokens_recomputed_after_a_preemption_count_as_prompt(served):
     host = served()
     request = host.submit("again", prompt(1, 10) + prompt(2, 90))
     host.side.admitted(attrs.evolve(request.view(), prompt_tokens=10), tables(request), 0)
@@ -168,7 +168,7 @@ def test_seconds_are_divided_by_tokens_and_counted_once(served):
     ]
 
 
-def test_what_was_loaded_before_the_speed_was_known_is_counted_when_it_is(served):
+def test_loads_before_the_speed_was_known_are_counted_once_it_is(served):
     host = served()
     readings = Readings()
     readings.add(early := loaded_from_two_tiers(host, {"disk": 0.5}))
@@ -236,7 +236,7 @@ def delivers(host, nbytes_per_second):
     return tier
 
 
-def test_nobody_waits_longer_than_computing_takes(served, said):  # noqa: F811
+def test_no_request_waits_longer_than_computing_takes(served, said):  # noqa: F811
     host = served(load_wait="10s")
     clock = host.side._clock
     computes(host, CHUNK / 0.1)  # a chunk in a tenth of a second
@@ -326,7 +326,7 @@ def test_a_slow_store_is_declined_and_the_line_has_both_numbers(served, said):  
     assert saved(host).declined == CHUNKS * CHUNK
 
 
-def test_what_is_declined_behind_a_load_counts_once(served):
+def test_declined_chunks_behind_a_load_count_once(served):
     host = served()
     computes(host, CHUNK / 0.1)
     delivers(host, FRAME / 1e-3)
@@ -351,7 +351,7 @@ def test_a_declined_store_is_probed_and_taken_again(served, said):  # noqa: F811
     assert said()[-1].startswith("kvtier: third: hit 32 of 35 tokens: disk 32")
 
 
-def test_waiting_and_computing_are_told_with_a_hit(served, said):  # noqa: F811
+def test_waiting_and_computing_are_reported_with_a_hit(served, said):  # noqa: F811
     host = served()
     clock = host.side._clock
     computes(host, CHUNK / 0.1)
@@ -454,7 +454,7 @@ def test_a_load_that_fails_was_waited_for_in_vain(served):
     assert saved(host).savings == {"loaded": 0, "declined": 0, "avoided": 0.0, "waited": 0.25, "unpriced": 0}
 
 
-def test_after_a_warm_restart_what_was_saved_is_told_when_the_engine_has_computed_a_prompt(served):
+def test_after_a_warm_restart_what_was_saved_is_reported_when_the_engine_has_computed_a_prompt(served):
     host = served()
     told = []
     host.side.events.listeners.append(told.extend)
@@ -477,7 +477,7 @@ def test_after_a_warm_restart_what_was_saved_is_told_when_the_engine_has_compute
     host.side.finished(other.view(), "abort")
 
 
-def test_what_arrives_is_brought_up_while_it_waits_in_the_queue(served, said):  # noqa: F811
+def test_chunks_of_a_queued_request_are_promoted(served, said):  # noqa: F811
     host = served()
     request = host.submit("second", ASKED)
     host.side.arrived(request.view())

@@ -233,7 +233,7 @@ def test_a_step_after_the_weights_changed_stores_and_loads_nothing(weighed, aren
     assert bytes(arena.view(2)) == EMPTY
 
 
-def test_nothing_is_stored_before_a_plan_of_the_new_epoch_and_then_all_is(weighed):
+def test_stores_resume_with_the_first_plan_of_the_new_epoch(weighed):
     side, weights = weighed
     weights.now = "second"
     for epoch, failed in ((0, 1), (0, 1), (1, 0), (1, 0)):

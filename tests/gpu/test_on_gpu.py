@@ -333,7 +333,7 @@ class HostReads:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shape, monkeypatch):
+def test_frames_read_into_gpu_memory_reach_the_pages_if_they_verify(shape, monkeypatch):
     layout, rng, home, keys = SHAPES[shape], random.Random(shape), make_namespace(), make_keys(3)
     (part,) = layout.parts
     shard = part.shard_of(layout.ranks - 1)
@@ -392,7 +392,7 @@ def test_stores_come_after_the_forward_and_before_the_next(method):
     mover.close()
 
 
-def test_what_is_refused_is_no_error_of_the_engines():
+def test_a_refused_copy_is_not_an_error_of_the_engine():
     """A failed registration once made the next launch of torch's raise."""
     device, memory = load().device(0), mmap.mmap(-1, 1 << 20)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -435,7 +435,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_a_stack_keeps_comes_back(model):
+def test_chunks_of_a_stack_come_back(model):
     layout, rng = MODELS[model], random.Random(model)
     chunks = 4
     config = load_config(

@@ -61,4 +61,4 @@ def test_packed_shards_over_the_driver(shape, half_nbytes):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_reads_into_gpu_memory_reach_the_pages_over_the_driver(shape, monkeypatch):
-    test_on_gpu.test_what_is_read_into_the_gpus_memory_reaches_the_pages_if_it_verifies(shape, monkeypatch)
+    test_on_gpu.test_frames_read_into_gpu_memory_reach_the_pages_if_they_verify(shape, monkeypatch)

@@ -60,7 +60,7 @@ def test_settings_have_their_origin_in_the_file_of_the_host(example, capsys):
     assert lines["$.load_wait"] == ["3s", f"{example.name}:{lines['$.tiers[0].type'][1].split(':')[1]}"]
 
 
-def test_what_is_wrong_in_the_stack_is_told_at_its_place_in_the_file(example, capsys):
+def test_errors_in_the_stack_are_reported_at_their_place_in_the_file(example, capsys):
     (told,) = problems(capsys, inline(example, load_wiat="3s"))
     assert told.startswith(f"{example.name}:")
     assert told.endswith("config.load_wiat: unknown key 'load_wiat'; did you mean 'load_wait'?")

@@ -178,7 +178,7 @@ def damage(folder: Path, harm=flip) -> None:
         harm(file)
 
 
-def test_what_was_stored_is_found_and_comes_back(adapter):
+def test_stored_objects_are_found_and_read(adapter):
     serving = adapter().open()
     real = serving.real
     assert len({real.get_store_event_fd(), real.get_lookup_and_lock_event_fd(), real.get_load_event_fd()}) == 3
@@ -187,7 +187,7 @@ def test_what_was_stored_is_found_and_comes_back(adapter):
     assert serving.lookup() == serving.load() == list(range(8))
 
 
-def test_it_is_found_after_a_restart(adapter):
+def test_stored_objects_are_found_after_a_restart(adapter):
     first = adapter().open()
     first.store()
     first.real.close()
@@ -214,7 +214,7 @@ def test_the_capacity_is_kept(adapter, tmp_path, model):
     assert 0 < len(objects_in(tmp_path / "kv")) <= 3
 
 
-def test_what_their_own_adapter_for_files_does(adapter, tmp_path, model):
+def test_lmcaches_own_adapter_for_files(adapter, tmp_path, model):
     """A restart finds all, whatever the weights are. Half a file is no hit, but its bytes are in the object."""
     spec = {"type": "fs", "base_path": str(tmp_path / "theirs")}
     first = adapter(spec)
@@ -311,7 +311,7 @@ def test_a_store_that_hangs_holds_no_controller(adapter, model, tmp_path):
         wait_until(lambda: second.load() == list(range(8)), "it does not recover")
 
 
-def test_it_is_closed_under_load(adapter):
+def test_an_adapter_closes_under_load(adapter):
     """Every task ends, before or after, and closed descriptors are not written to."""
     serving = adapter().open()
     objects = serving.objects(8, seed=1)
@@ -346,7 +346,7 @@ def test_it_is_closed_under_load(adapter):
         ({"config": {"version": 1}, "models": {MODEL: "/none"}}, "tiers"),
     ],
 )
-def test_what_is_wrong_with_its_parameters_is_told(adapter, model, tmp_path, params, why):
+def test_wrong_parameters_are_explained(adapter, model, tmp_path, params, why):
     with pytest.raises(ConfigError) as refused:
         adapter(ours(disk(tmp_path), model) | {"adapter_params": params})
     assert why in str(refused.value)

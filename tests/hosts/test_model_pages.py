@@ -127,7 +127,7 @@ def test_models_share_the_tiers_and_take_no_pages_from_each_other(pages):
     assert found(pages(1, 2, name="theirs"))
 
 
-def test_a_model_that_cannot_be_opened_is_told(pages, caplog):
+def test_a_model_that_cannot_be_opened_is_reported(pages, caplog):
     """Its tiers belong to another process, for instance."""
     opened(pages())
     second = pages()

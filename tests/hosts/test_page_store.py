@@ -85,7 +85,7 @@ def frames(path):
     return found
 
 
-def test_what_was_put_is_there_and_comes_back(host, tmp_path):
+def test_pages_that_were_put_are_found_and_read(host, tmp_path):
     pages = host(disk(tmp_path / "kv"))
     assert pages.contains() == pages.get() == set()
     assert pages.put() == set(KEYS[:8])
@@ -150,7 +150,7 @@ def test_after_new_weights_nothing_of_before_is_found_nor_what_follows_after_a_r
     assert host(disk(tmp_path / "kv")).get() == set()
 
 
-def test_what_follows_new_weights_is_deleted_at_the_end(host, tmp_path):
+def test_pages_of_new_weights_are_deleted_at_the_end(host, tmp_path):
     """No other engine could find it."""
     pages = host(disk(tmp_path / "kv"))
     pages.store.renew()

@@ -23,14 +23,14 @@ MUTANTS = (
         "kvtier_core/cli/fsck.py",
         "_HARMLESS = {Finding.WHOLE, Finding.INCOMPATIBLE, Finding.POLICY}",
         "_HARMLESS = {Finding.WHOLE, Finding.POLICY}",
-        "plugins/kvtier_disk/tests/test_fsck.py::test_what_another_codec_or_version_wrote_is_told_and_left",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_frames_of_other_codecs_and_versions_are_reported_and_left",
     ),
     Mutant(
         "what-cannot-be-read-stays",
         "kvtier_core/cli/fsck.py",
         "removed = finding in self.removable and",
         "removed = finding in self.removable - {Finding.UNREADABLE} and",
-        "plugins/kvtier_disk/tests/test_fsck.py::test_what_cannot_be_read_is_removed",
+        "plugins/kvtier_disk/tests/test_fsck.py::test_unreadable_frames_are_removed",
     ),
     Mutant(
         "fsck-takes-salted-frames-for-forged",
@@ -65,7 +65,7 @@ MUTANTS = (
         "kvtier_core/config/compose.py",
         "if not isinstance(value, expected):",
         "if False:",
-        "tests/core/test_config.py::test_what_is_no_backend_is_a_problem_with_a_place",
+        "tests/core/test_config.py::test_a_plugin_that_returns_no_backend_is_a_problem_with_a_place",
     ),
     Mutant(
         "errors-of-plugins-without-a-place",
@@ -184,7 +184,7 @@ MUTANTS = (
         LAYOUTS,
         "return -(-(self.reach - 1) // self.block_tokens)",
         "return (self.reach - 1) // self.block_tokens",
-        "tests/core/test_layouts.py::test_what_a_group_needs_behind_a_prefix",
+        "tests/core/test_layouts.py::test_the_blocks_that_a_group_needs_behind_a_prefix",
     ),
     Mutant(
         "lossy-codecs-need-no-report",
@@ -219,7 +219,7 @@ MUTANTS = (
         REPORT,
         'if told != json.loads(report.to_json())["checksum"]:',
         "if False:",
-        QUALITY + "test_what_is_no_whole_report_is_refused",
+        QUALITY + "test_an_incomplete_report_is_refused",
     ),
     Mutant(
         "the-middle-of-an-interval-counts",
@@ -233,7 +233,7 @@ MUTANTS = (
         REPORT,
         "if not least <= each.low <= each.value <= each.high <= most:",
         "if False:",
-        QUALITY + "test_what_is_no_whole_report_is_refused",
+        QUALITY + "test_an_incomplete_report_is_refused",
     ),
     Mutant(
         "tokens-that-vanish-cost-nothing",
@@ -254,6 +254,6 @@ MUTANTS = (
         "kvtier_core/engine/scheduler/loads.py",
         "if len(loaded) > state.found.exact:",
         "if False:",
-        "tests/vllm/test_lossy.py::test_what_is_computed_on_lossy_kv_is_not_stored",
+        "tests/vllm/test_lossy.py::test_kv_computed_on_lossy_kv_is_not_stored",
     ),
 )

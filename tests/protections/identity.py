@@ -15,7 +15,7 @@ ADAPTERS = "kvtier_core/vllm/requests/adapters.py"
 ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
 REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
 WEIGHT_TESTS = "tests/vllm/test_weights.py::"
-MIXED_UP = "tests/vllm/test_images.py::test_what_the_engine_mixed_up_under_one_name_is_not_kept"
+MIXED_UP = "tests/vllm/test_images.py::test_items_that_the_engine_confused_under_one_name_are_not_stored"
 WATCH = "kvtier_core/vllm/weight_watch.py"
 CHANGED = "tests/vllm/test_changed_weights.py::test_changed_weights_meet_no_kv_of_before[False-"
 
@@ -32,7 +32,7 @@ MUTANTS = (
         IDENTITY,
         'facts["heads in pages"] = "; ".join(str(group.elements) for group in groups)',
         "pass",
-        ABOUT_IDENTITY + "test_but_not_if_heads_lie_in_another_order_or_are_others",
+        ABOUT_IDENTITY + "test_ranks_count_if_heads_have_another_order_or_number",
     ),
     Mutant(
         "heads-that-ranks-share-are-divided",
@@ -60,7 +60,7 @@ MUTANTS = (
         IDENTITY,
         '"weights": weights_fact,',
         "",
-        ABOUT_IDENTITY + "test_what_an_engine_reports_changes_the_namespace",
+        ABOUT_IDENTITY + "test_facts_reported_by_an_engine_change_the_namespace",
     ),
     Mutant(
         "variables-do-not-count",
@@ -102,7 +102,7 @@ MUTANTS = (
         IDENTITY,
         '"; ".join(group.fact for group in groups)',
         "len(groups)",
-        "tests/vllm/test_identity.py::test_what_an_engine_reports_changes_the_namespace",
+        "tests/vllm/test_identity.py::test_facts_reported_by_an_engine_change_the_namespace",
     ),
     Mutant(
         "settings-by-a-list",
@@ -130,7 +130,7 @@ MUTANTS = (
         SETTINGS,
         "bool(_LIKE_A_CREDENTIAL.search(name))",
         "False",
-        ABOUT_IDENTITY + "test_what_may_be_a_credential_is_not_shown_whatever_it_is_called",
+        ABOUT_IDENTITY + "test_possible_credentials_are_not_shown",
     ),
     Mutant(
         "libraries-are-not-configured",
@@ -172,14 +172,14 @@ MUTANTS = (
         REQUESTS,
         "self._adapters.content(adapter)",
         "adapter.lora_name",
-        REQUEST_TESTS + "test_adapters_are_told_apart_by_content",
+        REQUEST_TESTS + "test_adapters_are_distinguished_by_content",
     ),
     Mutant(
         "images-by-name",
         REQUESTS,
         "content = items.content(feature)",
         "content = feature.identifier",
-        "tests/vllm/test_images.py::test_images_that_a_counter_names_are_told_apart_after_a_restart",
+        "tests/vllm/test_images.py::test_images_that_a_counter_names_are_distinguished_after_a_restart",
     ),
     Mutant(
         "adapters-may-change",
@@ -193,14 +193,14 @@ MUTANTS = (
         ADAPTERS,
         "        yield step, status\n",
         "        if not stat.S_ISLNK(status.st_mode):\n            yield step, status\n",
-        REQUEST_TESTS + "test_whatever_may_put_other_files_in_place_is_seen",
+        REQUEST_TESTS + "test_any_replacement_of_files_is_noticed",
     ),
     Mutant(
         "folders-above-an-adapter-may-be-swapped",
         ADAPTERS,
         "return folder.st_ctime_ns == folder.st_mtime_ns",
         "return True",
-        REQUEST_TESTS + "test_whatever_may_put_other_files_in_place_is_seen",
+        REQUEST_TESTS + "test_any_replacement_of_files_is_noticed",
     ),
     Mutant(
         "one-number-many-adapters",
@@ -235,7 +235,7 @@ MUTANTS = (
         FIELDS,
         'Refused("it is a session: more is added to its prompt later")',
         'Harmless("")',
-        REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
+        REQUEST_TESTS + "test_requests_that_cannot_be_identified_are_bypassed",
     ),
     Mutant(
         "unknown-fields-are-harmless",
@@ -249,7 +249,7 @@ MUTANTS = (
         FIELDS,
         '"prompt_embeds": Refused("its prompt is given as embeddings")',
         '"prompt_embeds": Harmless("")',
-        REQUEST_TESTS + "test_what_cannot_be_identified_is_bypassed",
+        REQUEST_TESTS + "test_requests_that_cannot_be_identified_are_bypassed",
     ),
     Mutant(
         "weights-are-sampled",

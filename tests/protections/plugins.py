@@ -45,21 +45,21 @@ MUTANTS = (
         "kvtier_core/stack/arena.py",
         "        self.hide(keys)\n        places",
         "        places",
-        SHOWN_TESTS + "test_what_is_sealed_is_shown_until_it_is_evicted",
+        SHOWN_TESTS + "test_sealed_frames_are_shown_until_they_are_evicted",
     ),
     Mutant(
         "invalidated-frames-are-shown",
         "kvtier_core/stack/arena.py",
         "        self.hide(self.index.resident)\n",
         "",
-        SHOWN_TESTS + "test_what_is_invalidated_is_shown_no_longer_though_it_is_in_use",
+        SHOWN_TESTS + "test_invalidated_frames_are_hidden_even_while_in_use",
     ),
     Mutant(
         "lossy-frames-are-shown",
         "kvtier_core/stack/arena.py",
         "for key in self.exact(keys):",
         "for key in keys:",
-        SHOWN_TESTS + "test_what_came_through_a_lossy_codec_is_not_shown",
+        SHOWN_TESTS + "test_frames_from_a_lossy_codec_are_not_shown",
     ),
     Mutant(
         "any-token",
@@ -270,7 +270,7 @@ MUTANTS = (
         DISK + "/shared.py",
         "            if self.space is not None:\n                # Whoever",
         "            if False:\n                # Whoever",
-        SHARED_CAPACITY + "test_what_is_replaced_or_deleted_is_given_back",
+        SHARED_CAPACITY + "test_replaced_and_deleted_frames_return_their_space",
     ),
     Mutant(
         "one-key-fails-all-of-a-shared-folder",
@@ -305,7 +305,7 @@ MUTANTS = (
         DISK + "/walk.py",
         "if listed.status.st_mtime < before or not listed.is_unfinished",
         "if True",
-        "plugins/kvtier_disk/tests/test_shared_fsck.py::test_what_may_still_be_written_is_no_damage",
+        "plugins/kvtier_disk/tests/test_shared_fsck.py::test_an_unfinished_write_is_not_damage",
     ),
     Mutant(
         "frames-without-facts-take-no-room",
@@ -326,7 +326,7 @@ MUTANTS = (
         GDS + "/backend.py",
         "                    place.slab.clear(place)\n                except OSError as error:",
         "                    pass\n                except OSError as error:",
-        GDS_TESTS + "test_what_was_deleted_stays_deleted_after_a_kill",
+        GDS_TESTS + "test_deleted_frames_stay_deleted_after_a_kill",
     ),
     Mutant(
         "a-record-before-its-frame",
@@ -435,7 +435,7 @@ MUTANTS = (
         MOONCAKE + "/client.py",
         "(self._late if lane.is_late else self._free).put(lane)",
         "self._free.put(lane)",
-        "plugins/kvtier_mooncake/tests/test_mooncake_trouble.py::test_what_is_answered_too_late_is_not_the_next_answer",
+        "plugins/kvtier_mooncake/tests/test_mooncake_trouble.py::test_a_late_answer_is_not_taken_for_the_next",
     ),
     Mutant(
         "an-unanswered-write-is-given-back",

@@ -25,7 +25,7 @@ MUTANTS = (
         MANAGER,
         "        try:\n            return self.drain(timeout)\n        finally:",
         "        if self.drain(timeout) is not None:",
-        TROUBLE + "test_a_stack_that_raises_is_let_go_of_all_the_same",
+        TROUBLE + "test_a_stack_that_raises_is_released_nevertheless",
     ),
     Mutant(
         "a-slot-for-each-self-test",
@@ -39,14 +39,14 @@ MUTANTS = (
         "kvtier_core/stack/manager.py",
         "        self.release_frames(tier)\n",
         "",
-        "tests/core/test_slab_stacks.py::test_what_workers_refuse_to_read_passes_through_an_arena",
+        "tests/core/test_slab_stacks.py::test_frames_that_workers_refuse_pass_through_an_arena",
     ),
     Mutant(
         "incompatible-is-damage",
         "kvtier_core/frames/format.py",
         "ReadStatus.INCOMPATIBLE if self.incompatible else ReadStatus.CORRUPT",
         "ReadStatus.CORRUPT",
-        INCOMPATIBLE_TESTS + "::test_what_another_codec_wrote_is_a_miss_and_stays",
+        INCOMPATIBLE_TESTS + "::test_a_frame_of_another_codec_is_a_miss_and_stays",
     ),
     Mutant(
         "damage-is-good",
@@ -60,7 +60,7 @@ MUTANTS = (
         STORE_TIER + "/reads.py",
         "failed = ReadStatus.IO_ERROR if backend.shared else ReadStatus.CORRUPT",
         "raise next((count for count in counts if isinstance(count, BackendError)), BackendError('none'))",
-        "tests/core/test_failing_store.py::test_what_cannot_be_read_is_its_keys_alone",
+        "tests/core/test_failing_store.py::test_a_frame_that_cannot_be_read_fails_alone",
     ),
     Mutant(
         "a-server-that-is-down-is-damage",
@@ -116,7 +116,7 @@ MUTANTS = (
         STORE_TIER + "/frame_table.py",
         "            if key not in self.in_use:\n                missing",
         "            if True:\n                missing",
-        INCOMPATIBLE_TESTS + "::test_what_is_being_written_over_is_not_evicted_for_it",
+        INCOMPATIBLE_TESTS + "::test_a_frame_is_not_evicted_for_the_write_that_replaces_it",
     ),
     Mutant(
         "a-probe-never-ends",
@@ -130,7 +130,7 @@ MUTANTS = (
         STORE_TIER + "/writes.py",
         "waiting = _Group(group, codec, release)",
         "waiting = _Group(group, codec.with_namespace(codec.namespace.renewed()), release)",
-        "tests/core/test_store_tier.py::test_what_waits_for_its_write_is_encoded_under_the_namespace_of_its_key",
+        "tests/core/test_store_tier.py::test_a_waiting_write_keeps_the_namespace_of_its_key",
     ),
     Mutant(
         "a-full-shared-store-is-forgotten",
@@ -158,7 +158,7 @@ MUTANTS = (
         STORE_TIER + "/reads.py",
         "self._remote.not_there([*found[ReadStatus.MISSING], *found[ReadStatus.IO_ERROR]])",
         "pass",
-        "tests/core/test_store_tier.py::test_what_another_engine_deleted_is_only_forgotten",
+        "tests/core/test_store_tier.py::test_a_frame_that_another_engine_deleted_is_only_forgotten",
     ),
     Mutant(
         "inexact-chunks-go-down",
@@ -172,7 +172,7 @@ MUTANTS = (
         ARENA,
         "self._inexact.difference_update(keys)",
         "pass",
-        INCOMPATIBLE_TESTS + "::test_what_is_computed_anew_is_exact_again",
+        INCOMPATIBLE_TESTS + "::test_a_recomputed_chunk_is_exact_again",
     ),
     Mutant(
         "any-owner-unpins",
@@ -193,7 +193,7 @@ MUTANTS = (
         STORE_TIER + "/deletes.py",
         "self._delete(missing, self._backend.delete)",
         "self._index.remove(missing)",
-        "tests/core/test_failing_store.py::test_what_is_left_of_a_lost_frame_leaves_too",
+        "tests/core/test_failing_store.py::test_remains_of_a_lost_frame_are_deleted",
     ),
     Mutant(
         "one-that-stays-keeps-all",
@@ -207,7 +207,7 @@ MUTANTS = (
         STORE_TIER + "/deletes.py",
         "        if self._backend.shared:\n            self._index.remove(victims",
         "        if False:\n            self._index.remove(victims",
-        "tests/core/test_store_tier.py::test_nothing_of_a_shared_store_is_deleted_to_make_room",
+        "tests/core/test_store_tier.py::test_a_shared_store_loses_no_frame_for_room",
     ),
     Mutant(
         "damage-is-deleted-in-a-shared-store",
@@ -235,7 +235,7 @@ MUTANTS = (
         STORE_TIER + "/tier.py",
         "if self._policy_state.due(now) and",
         "if False and",
-        "tests/core/test_policy_state_on_disk.py::test_whoever_is_killed_leaves_what_it_knew_a_minute_ago",
+        "tests/core/test_policy_state_on_disk.py::test_a_killed_engine_leaves_its_state_of_a_minute_ago",
     ),
     Mutant(
         "no-limit-in-flight",
@@ -263,7 +263,7 @@ MUTANTS = (
         STORE_TIER + "/tier.py",
         "        if self.backend.shared:\n            return\n",
         "        if False:\n            return\n",
-        "tests/core/test_store_tier.py::test_nothing_of_a_shared_store_is_deleted_to_make_room",
+        "tests/core/test_store_tier.py::test_a_shared_store_loses_no_frame_for_room",
     ),
     Mutant(
         "stores-take-every-thread",
@@ -333,7 +333,7 @@ MUTANTS = (
         LEASES,
         "self.pin(here, lease, holder)",
         "pass",
-        "tests/core/test_manager.py::test_what_comes_up_is_kept_for_whom_asked",
+        "tests/core/test_manager.py::test_a_promoted_chunk_is_kept_for_the_request_that_asked",
     ),
     Mutant(
         "another-path-keeps-the-old-lease",
@@ -368,14 +368,14 @@ MUTANTS = (
         STACK + "/load_choice.py",
         "max(self._speed.answer or 0.0, self.silence)",
         "(self._speed.answer or 0.0)",
-        ASKING + "test_nobody_waits_for_a_store_that_owes_an_answer",
+        ASKING + "test_no_request_waits_for_a_store_that_owes_an_answer",
     ),
     Mutant(
         "waits-for-late-answers",
         STACK + "/load_choice.py",
         "return expected <= _QUESTION_SHARE * chunks * limit.chunk_seconds",
         "return True",
-        ASKING + "test_nobody_waits_for_an_answer_that_takes_longer_than_a_tenth_of_the_computing",
+        ASKING + "test_no_request_waits_for_an_answer_slower_than_a_tenth_of_computing",
     ),
     Mutant(
         "loads-whatever-it-costs",
@@ -389,7 +389,7 @@ MUTANTS = (
         STACK + "/load_choice.py",
         "return min(chunks, max(1, _PROBE_NBYTES // nbytes))",
         "return 0",
-        ASKING + "test_nobody_waits_for_a_probe",
+        ASKING + "test_no_request_waits_for_a_probe",
     ),
     Mutant(
         "no-answer-takes-no-time",
@@ -424,7 +424,7 @@ MUTANTS = (
         "kvtier_core/stack/lookup/chain.py",
         "if key in self._promotions.probes:",
         "if False:",
-        ASKING + "test_nobody_waits_for_a_probe",
+        ASKING + "test_no_request_waits_for_a_probe",
     ),
     Mutant(
         "prefetching-takes-the-whole-arena",
@@ -438,7 +438,7 @@ MUTANTS = (
         "kvtier_core/stack/store_tier/direct_reads.py",
         "free = [key for key in lease.keys if not self._holders[key]]",
         "free = list(lease.keys)",
-        "tests/core/test_direct_reads.py::test_what_one_of_two_still_holds_stays",
+        "tests/core/test_direct_reads.py::test_a_frame_with_another_holder_stays",
     ),
     Mutant(
         "what-workers-read-is-read-into-slots",
@@ -473,7 +473,7 @@ MUTANTS = (
         PARTED,
         "if not all(map(may_leave, parts)) or (leaving and parts):",
         "if leaving and parts:",
-        "tests/core/test_parted_index.py::test_what_is_pinned_or_spared_stays_and_all_before_it",
+        "tests/core/test_parted_index.py::test_pinned_and_spared_chunks_stay_with_all_before_them",
     ),
     Mutant(
         "useless-chunks-stay",

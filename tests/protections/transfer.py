@@ -17,14 +17,14 @@ MUTANTS = (
         DEVICE_MOVER,
         "through.kernels.wait_event(before)",
         "pass",
-        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+        "tests/core/test_cuda_mover.py::test_copies_are_right_in_any_order_of_the_streams",
     ),
     Mutant(
         "pages-are-read-before-the-forward-has-written-them",
         "csrc/cuda/copies.cpp",
         "to_host_ ? kInStreamOrder : kInAnyOrder",
         "kInAnyOrder",
-        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+        "tests/core/test_cuda_mover.py::test_copies_are_right_in_any_order_of_the_streams",
     ),
     Mutant(
         "copies-are-timed-and-not-compared",
@@ -59,14 +59,14 @@ MUTANTS = (
         DEVICE_MOVER,
         "self._loads.kernels.wait_event(other.pages)",
         "pass",
-        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+        "tests/core/test_cuda_mover.py::test_copies_are_right_in_any_order_of_the_streams",
     ),
     Mutant(
         "gathered-is-stored",
         DEVICE_MOVER,
         "self._now(self._stores.kernels), self._now(self._stores.bus)",
         "self._now(self._stores.kernels), self._now(self._stores.kernels)",
-        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+        "tests/core/test_cuda_mover.py::test_copies_are_right_in_any_order_of_the_streams",
     ),
     Mutant(
         "checksums-of-holes",
@@ -80,7 +80,7 @@ MUTANTS = (
         DEVICE_MOVER,
         "return (self.locked.end - self.address) // self.nbytes",
         "return self.count",
-        "tests/core/test_cuda_mover.py::test_what_touches_no_locked_slot_is_a_miss_and_so_is_a_load_of_any",
+        "tests/core/test_cuda_mover.py::test_a_job_without_locked_slots_fails_and_so_does_a_load_of_any_other",
     ),
     Mutant(
         "page-locking-spoils-captures",
@@ -94,14 +94,14 @@ MUTANTS = (
         CUDA_PART,
         "if (!order(streams.kernels, turn_, streams.bus)) return false;",
         "",
-        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+        "tests/core/test_cuda_mover.py::test_copies_are_right_in_any_order_of_the_streams",
     ),
     Mutant(
         "pages-are-free-before-copy-engines-read-them",
         CUDA_PART,
         "return order(streams.bus, turn_, streams.kernels) && listed;",
         "return listed;",
-        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+        "tests/core/test_cuda_mover.py::test_copies_are_right_in_any_order_of_the_streams",
     ),
     Mutant(
         "gathers-into-a-half-that-is-not-empty",
@@ -109,7 +109,7 @@ MUTANTS = (
         'if (half.used && !device_.call(&Driver::wait, "wait for an event", streams.kernels, half.emptied, 0u)) '
         "return false;",
         "",
-        "tests/core/test_cuda_mover.py::test_whatever_the_streams_do_first",
+        "tests/core/test_cuda_mover.py::test_copies_are_right_in_any_order_of_the_streams",
     ),
     Mutant(
         "loads-into-a-half-that-is-not-empty",
@@ -124,14 +124,14 @@ MUTANTS = (
         CUDA_PART,
         "if (!done) order(",
         "if (false) order(",
-        "tests/core/test_cuda_mover.py::test_what_fails_half_way_is_reported_when_no_page_is_read_any_more",
+        "tests/core/test_cuda_mover.py::test_a_failed_store_is_reported_once_it_reads_no_page_any_more",
     ),
     Mutant(
         "holes-are-copied-too",
         CUDA_PART,
         "if (chunks.whole(i)) {",
         "if (true) {",
-        "tests/core/test_cuda_mover.py::test_what_a_job_stores",
+        "tests/core/test_cuda_mover.py::test_a_job_stores_its_pages",
     ),
     Mutant(
         "checksums-are-told-before-they-are-computed",
@@ -152,7 +152,7 @@ MUTANTS = (
         DEVICE_CHECKSUMS,
         "!= told[0]:",
         "is None:",
-        "tests/core/test_device_checksums.py::test_what_the_host_computes_otherwise_is_not_reported_and_told_once",
+        "tests/core/test_device_checksums.py::test_checksums_that_the_host_contradicts_are_dropped_and_logged_once",
     ),
     Mutant(
         "what-has-no-room-on-a-gpu-counts-as-stored",
@@ -194,7 +194,7 @@ MUTANTS = (
         CUDA_PACKING,
         "if (!has_room(shard, number, tile.n)) {",
         "if (false) {",
-        CUDA_PACKING_TESTS + "test_as_many_raw_tiles_have_room_as_on_the_host",
+        CUDA_PACKING_TESTS + "test_raw_tiles_have_the_same_room_as_on_the_host",
     ),
     Mutant(
         "packs-without-flags",

@@ -23,7 +23,7 @@ MUTANTS = (
         "kvtier_core/vllm/requests/disaggregation.py",
         "if not all(flag is None or isinstance(flag, bool) for flag in (decode, prefill)):",
         "if False:",
-        "tests/vllm/test_disaggregation.py::test_what_is_not_well_said_is_as_if_it_were_not",
+        "tests/vllm/test_disaggregation.py::test_malformed_parameters_are_ignored",
     ),
     Mutant(
         "keys-lie-as-their-tensor-says",
@@ -44,14 +44,14 @@ MUTANTS = (
         "kvtier_core/vllm/speculation.py",
         "tokens + self.queries <= self.model.max_model_len",
         "True",
-        "tests/vllm/test_speculation.py::test_what_a_draft_model_had_no_room_to_compute_is_not_stored",
+        "tests/vllm/test_speculation.py::test_draft_kv_that_was_not_computed_for_lack_of_room_is_not_stored",
     ),
     Mutant(
         "layers-in-any-order",
         "kvtier_core/vllm/layout.py",
         "[*framed, *sorted(kv_caches)]",
         "sorted(kv_caches)",
-        "tests/vllm/test_layout.py::test_the_order_of_layers_in_a_frame_is_told",
+        "tests/vllm/test_layout.py::test_the_order_of_layers_in_a_frame_is_reported",
     ),
     Mutant(
         "embeddings-from-anywhere",
@@ -93,7 +93,7 @@ MUTANTS = (
         CONNECTOR,
         "WorkerProgress(ended, ended, off=self._off)",
         "WorkerProgress(off=self._off)",
-        TROUBLE + "test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed",
+        TROUBLE + "test_no_lookup_or_reservation_after_a_worker_has_failed",
     ),
     Mutant(
         "a-side-that-failed-keeps-its-stack",
@@ -129,7 +129,7 @@ MUTANTS = (
         CONNECTOR,
         "registry.log_problems()",
         "pass",
-        "tests/vllm/test_start.py::test_a_broken_plugin_is_told_though_nobody_asks_for_it",
+        "tests/vllm/test_start.py::test_a_broken_plugin_is_reported_though_nobody_asks_for_it",
     ),
     Mutant(
         "numbers-of-our-own-kind",

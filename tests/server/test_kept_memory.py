@@ -99,7 +99,7 @@ def adopted(served):
     assert within(10, lambda: not served.server.ask(lambda: served.server.spaces.adopts).result())
 
 
-def test_what_a_server_held_the_next_one_has(tmp_path, keep, attached):
+def test_the_next_server_adopts_the_chunks_of_the_last(tmp_path, keep, attached):
     with serving(tmp_path, SLOTS, keep=keep) as first:
         before = attached(first.path)
         stored = before.store(OWN)
@@ -159,7 +159,7 @@ def test_slots_of_a_hung_worker_stay_as_they_are_until_it_has_ended(tmp_path, ke
             after.close()
 
 
-def test_what_is_adopted_stays_until_nobody_of_before_may_read_it(tmp_path, keep, attached):
+def test_adopted_chunks_stay_while_earlier_processes_may_read_them(tmp_path, keep, attached):
     with serving(tmp_path, SLOTS, keep=keep) as first:
         before = attached(first.path)
         before.store(OWN)
@@ -257,7 +257,7 @@ def test_slots_that_changed_places_are_not_adopted(tmp_path, keep, attached):
         after.close()
 
 
-def test_what_was_not_to_be_found_any_more_is_not_adopted(tmp_path, keep, attached):
+def test_invalidated_chunks_are_not_adopted(tmp_path, keep, attached):
     with serving(tmp_path, SLOTS, keep=keep) as first:
         before = attached(first.path)
         before.store(OWN)

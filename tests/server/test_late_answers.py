@@ -19,7 +19,7 @@ HOLDERS = [f"request {number}" for number in range(4)]
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_what_is_found_is_pinned_whenever_the_answer_comes(seed, tmp_path):
+def test_found_chunks_are_pinned_even_if_the_answer_is_late(seed, tmp_path):
     drawn = random.Random(seed)
     server = Server(config_of(12), tmp_path / "s")
 

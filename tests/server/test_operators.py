@@ -161,7 +161,7 @@ def test_pins_take_a_quarter_of_the_memory_at_most(served):
 
 
 @pytest.mark.parametrize("token", ["", "another"])
-def test_what_changes_something_needs_the_token(served, token):
+def test_requests_that_change_something_need_the_token(served, token):
     stored(served)
     client = Client(served.url, token)
     for operation, body in {
@@ -202,7 +202,7 @@ def test_a_page_of_another_site_learns_nothing(served):
     "body",
     ["", "[]", "{", '{"tokens": ["a"]}', '{"tokens": [-1]}', '{"tokens": [4294967296]}', '{"tokens": [], "x": 1}'],
 )
-def test_what_is_not_understood_is_said(served, body):
+def test_a_request_that_is_not_understood_gets_an_explanation(served, body):
     served.stack()
     answer = httpx.post(
         f"{served.url}/explain", content=body, trust_env=False, headers={"Authorization": f"Bearer {SECRET}"}
@@ -219,7 +219,7 @@ def test_a_namespace_must_be_named_where_there_are_several(served):
     assert client("explain", {"tokens": PROMPT, "namespace": first[:16]})["chunks"]
 
 
-def test_nothing_tells_a_key_that_was_not_asked_for(served):
+def test_no_answer_reveals_a_key_that_was_not_in_the_request(served):
     stored(served)
     told = httpx.get(f"{served.url}/status", trust_env=False).text
     told += httpx.get(f"{served.url}/metrics", trust_env=False).text

@@ -157,7 +157,7 @@ def test_a_bad_request_is_answered_and_the_next_one_served(served):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("open", "attach", "detach", "attached")])
-def test_nothing_is_done_before_a_session_is_open(served, name):
+def test_calls_before_a_session_is_open_are_refused(served, name):
     with Client(served.path) as client:
         header, answer = client.ask(CALLS[name].number, encode(RIGHT[name]))
         assert header.call == REFUSED and "before open" in reason(answer)
@@ -188,7 +188,7 @@ def test_a_message_without_end_ends_its_connection_alone(served, message):
     [(b"HTTP/1.1 400 Bad", "no kvtier serve"), (PREAMBLE[:8] + bytes(8), "different releases")],
     ids=["another program", "another release"],
 )
-def test_who_speaks_another_protocol_is_told_in_words(preamble, why):
+def test_a_client_of_another_protocol_gets_an_explanation(preamble, why):
     ours, theirs = socket.socketpair()
     connection = Connection(ours)
     theirs.sendall(preamble)
@@ -211,6 +211,6 @@ def test_garbage_in_pieces_harms_nobody(served):
     assert stack.reserve(OWN, "store"), "an engine beside them is not served any more"
 
 
-def test_what_cannot_be_sent_is_an_error_here():
+def test_a_message_that_cannot_be_sent_raises_in_the_sender():
     with pytest.raises(ProtocolError, match="cannot be sent"):
         encode((object(),))

@@ -27,7 +27,7 @@ def file(tmp_path):
     return path
 
 
-def test_it_says_what_engines_write_and_ends_when_it_is_told(file, tmp_path):
+def test_serve_prints_the_setting_for_engines_and_ends_on_a_signal(file, tmp_path):
     path = tmp_path / "s"
     with process(KVTIER, "serve", "--config", file, "--socket", path, ready=f"server: unix:{path}") as running:
         assert path.stat().st_mode & 0o777 == 0o600
@@ -69,7 +69,7 @@ def test_settings_of_engines_are_refused_in_its_file(tmp_path):
     assert refused.returncode == 2 and refused.stderr.count("is a setting of engines") == 2
 
 
-def test_systemd_is_told_when_it_serves_and_when_it_stops(file, tmp_path):
+def test_systemd_is_notified_when_it_serves_and_when_it_stops(file, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(30)

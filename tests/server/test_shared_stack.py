@@ -93,7 +93,7 @@ def test_an_engine_knows_what_each_tier_stores_on(tmp_path):
         assert list(served.stack("another").media) == ["cpu"], "the folder is of the first namespace"
 
 
-def test_what_comes_up_from_a_tier_below_is_found_when_it_has(tmp_path):
+def test_a_chunk_is_found_once_it_was_promoted(tmp_path):
     disk = {"type": "disk", "path": str(tmp_path / "disk"), "capacity": "8MiB", "min_free": "0B"}
     with serving(tmp_path, 8, disk) as served:
         stack = served.stack()

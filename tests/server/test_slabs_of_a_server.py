@@ -142,7 +142,7 @@ def test_a_worker_opens_the_slabs_for_reading_alone(served, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["it fails requests whose load fails", "its workers cannot read the slabs"])
-def test_what_one_engine_does_not_read_passes_through_memory_and_others_read_on(served, how):
+def test_frames_pass_through_memory_for_an_engine_without_direct_reads_alone(served, how):
     reads, other = served.stack(), served.stack(recomputes="fails" not in how)
     with worker_of(reads) as worker:
         if "cannot" in how:
@@ -161,7 +161,7 @@ def test_what_one_engine_does_not_read_passes_through_memory_and_others_read_on(
         assert not worker.load()
 
 
-def test_what_workers_are_reading_is_a_miss_for_an_engine_that_would_read_it_into_memory(served):
+def test_a_frame_that_workers_read_is_a_miss_for_an_engine_that_needs_it_in_memory(served):
     """That engine computes it, and stores it in memory, for all."""
     reads, other = served.stack(), served.stack(recomputes=False)
     reads.lookup(OWN, "request", PATIENCE)
@@ -191,7 +191,7 @@ def test_an_engine_that_begins_an_epoch_reads_to_the_end_what_it_had_begun(serve
         assert len(stays.lookup(OWN, "request", PATIENCE).slots) == len(OWN)
 
 
-def test_what_peers_are_to_find_is_brought_into_memory_though_workers_read_it(served):
+def test_handed_over_frames_of_a_slab_are_read_into_memory(served):
     found = served.stack().lookup(OWN, "handover", PATIENCE, not_direct=["gds"])
     assert found.pending == len(OWN) and not found.slots
 
@@ -230,7 +230,7 @@ def test_a_frame_that_is_damaged_after_it_was_found_is_found_by_nobody(served, t
     assert not second.lookup(OWN, "request", PATIENCE).pending
 
 
-def test_what_a_dead_engine_was_reading_may_leave_when_its_worker_has_ended(served):
+def test_frames_of_a_dead_engine_may_leave_once_its_worker_has_ended(served):
     stack = served.stack()
     worker = Worker(stack)
     frames = stack.lookup(OWN, "request", PATIENCE).slots
@@ -268,7 +268,7 @@ def test_an_engine_reads_on_when_its_server_is_killed(tmp_path, steps):
         assert "done" in running.stdout.read() or READS[steps] is Engine.attaches
 
 
-def test_what_was_found_on_a_server_that_was_replaced_is_verified(tmp_path):
+def test_frames_found_on_a_replaced_server_are_verified(tmp_path):
     """Engines of the next server overwrite it. Its own workers reach that server's slabs anew."""
     few = {**slabs(tmp_path, capacity=f"{8 * LAYOUT.frame_nbytes}B"), "eviction": "lru"}
     with serving(tmp_path, 8, few) as served, worker_of(served.stack()) as worker:
@@ -312,7 +312,7 @@ def test_a_worker_has_the_settings_of_the_server(settings):
     assert told == attrs.evolve(tier, name="another name") and handle == "a handle"
 
 
-def test_a_plugin_that_the_engine_has_not_is_told():
+def test_a_plugin_that_the_engine_has_not_is_reported():
     handle = json.dumps({"tier": {"type": "slabs", "capacity": "1GiB"}, "handle": ""})
     with pytest.raises(ConfigError, match="the server's file.*no tier 'slabs' is installed"):
         served_store("slabs", handle)

@@ -48,7 +48,7 @@ def hit_rate(served, stack, *, flood):
     return found / asked
 
 
-def test_who_floods_the_memory_costs_others_nothing(tmp_path):
+def test_a_tenant_that_floods_the_memory_costs_others_nothing(tmp_path):
     quota = Quota(soft=32 * FRAME)  # what ours needs, and half of the memory
     rates = []
     for flood in (0, 3):
@@ -80,7 +80,7 @@ def test_beyond_the_hard_quota_nothing_is_kept(tmp_path):
         assert stack.usage()[0].chunks == 8
 
 
-def test_what_is_pinned_leaves_when_it_is_released(tmp_path):
+def test_pinned_chunks_beyond_a_quota_leave_when_released(tmp_path):
     with serving(tmp_path, slots=64) as served:
         stack = served.stack()
         path = path_of(served, OURS, 1, 10)

@@ -55,7 +55,7 @@ def test_a_path_that_comes_back_as_a_whole_is_kept_from_its_beginning():
     assert [optimum.hits(capacity) for capacity in (1, 3, 9)] == [[0, 0, 1], [0, 0, 3], [0, 0, 4]]
 
 
-def test_whoever_never_comes_back_takes_no_room():
+def test_chunks_that_never_return_take_no_room():
     assert Optimum(trace_of(["a", "bbbb", "a"])).hits(1) == [0, 0, 1]
 
 

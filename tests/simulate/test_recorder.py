@@ -30,7 +30,7 @@ def finished(recorder, prompts=1, since=0.0):
     return [json.loads(line) for line in recorder.path.read_text().splitlines()]
 
 
-def test_what_was_recorded_is_a_trace(tmp_path):
+def test_a_recording_is_a_trace(tmp_path):
     recorder = Recorder(config(tmp_path / "new" / "folder"), clock=lambda: 100.0)
     recorder.record(102.0, 300, 5, KEYS, "stop")
     (later,) = finished(recorder, since=101.5)[1:]
@@ -66,7 +66,7 @@ def test_several_engines_that_record_into_one_folder_stay_within_its_capacity(tm
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4096
 
 
-def test_nobody_else_may_read_it(tmp_path):
+def test_a_recording_is_readable_by_its_user_alone(tmp_path):
     recorder = Recorder(config(tmp_path / "new"))
     recorder.close()
     assert recorder.path.stat().st_mode & 0o777 == 0o600

@@ -115,7 +115,7 @@ def test_real_memory_would_have_had_the_same_hits(policy):
     assert 0 < sum(hits) < sum(Study(trace, LAYOUT).bound(simulated).each)
 
 
-def test_what_is_not_in_memory_comes_from_disk():
+def test_chunks_that_left_memory_come_from_disk():
     trace = trace_of(["abcd", "xyzw", "abcd", "abcd"])
     tally = run(trace, stack(4, 20))
     assert tally.each == [0, 0, 4 * TOKENS, 4 * TOKENS]
@@ -176,7 +176,7 @@ def test_the_bound_of_two_tiers_has_each_chunk_once():
 
 @pytest.mark.parametrize("policy", [LruConfig, FifoConfig])
 @pytest.mark.parametrize("sizes", [(10,), (30,), (10, 30)])
-def test_nobody_does_better_than_the_bound(policy, sizes):
+def test_no_policy_exceeds_the_bound(policy, sizes):
     study = Study(trace_of(traffic(2)), LAYOUT)
     tally, bound = study.run(stack(*sizes, policy=policy)), study.bound(stack(*sizes))
     assert sum(tally.each) < sum(bound.each)

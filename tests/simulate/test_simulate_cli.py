@@ -94,7 +94,7 @@ def test_the_bound_is_computed_once_a_capacity(folder, monkeypatch):
     assert len(asked) == 2
 
 
-def test_what_was_dropped_is_told(folder, capsys):
+def test_dropped_lines_are_reported(folder, capsys):
     with (folder / "trace.jsonl").open("a") as file:
         file.write('{"timestamp": 12, "inp')
     for command in (["simulate", "trace.jsonl", "--policy", "lru"], ["plan", "trace.jsonl", "--ram", "5%"]):
@@ -139,7 +139,7 @@ def test_packing_finds_more_in_the_same_memory(folder, capsys):
     assert "eviction: lru, packing: auto}" in capsys.readouterr().out
 
 
-def test_chunks_of_another_size_than_the_files_are_told(folder, capsys):
+def test_chunks_of_another_size_than_the_files_are_reported(folder, capsys):
     (folder / "kvtier.yaml").write_text("version: 1\nchunk_tokens: 256\ntiers:\n  - {type: heap, capacity: 1GiB}\n")
     assert main(["simulate", "trace.jsonl", "--config", "kvtier.yaml"]) == 0
     assert "kvtier.yaml has chunks of 256 tokens; simulated are the trace's, of 512\n" in capsys.readouterr().out
@@ -291,7 +291,7 @@ def test_a_png_needs_a_converter(folder, capsys, monkeypatch):
         (["trace.jsonl", "--plot", "absent/plot.svg"], "--plot: absent/plot.svg: there is no folder absent"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_simulated_is_told(folder, capsys, options, told):
+def test_stacks_that_cannot_be_simulated_are_refused_with_a_reason(folder, capsys, options, told):
     assert main(["simulate", *options]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err[: len(told)]) == ("", told)

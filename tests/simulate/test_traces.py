@@ -115,7 +115,7 @@ def test_a_byte_order_mark_is_passed_over(written, tmp_path):
         ({**LINE, "chunk_tokens": 1024}, ":2: $.chunk_tokens: 1024, and 512 before it; a trace has one size of chunks"),
     ],
 )  # fmt: skip
-def test_garbage_is_told_with_its_line(written, line, told):
+def test_garbage_is_reported_with_its_line(written, line, told):
     file = written(LINE, line, LINE)
     with pytest.raises(ConfigError) as raised:
         read_trace(file)

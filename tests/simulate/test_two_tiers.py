@@ -91,7 +91,7 @@ if __name__ == "__main__":
         ("auto", "packed", (1.29, 1.31)),
     ],
 )
-def test_what_is_packed_takes_less_room(tmp_path, arena, serializer, more):
+def test_packed_frames_take_less_room(tmp_path, arena, serializer, more):
     file = tmp_path / "kvtier.yaml"
     file.write_text(
         f"version: 1\ntiers:\n  - {{type: cpu, capacity: 1GiB, packing: {arena}}}\n"

@@ -185,7 +185,9 @@ def truth(model):
 
 
 @pytest.mark.parametrize("ours_first, prefix_caching", [(False, True), (True, False)])
-def test_what_others_loaded_is_not_stored_nor_what_stands_on_it(engine, truth, tmp_path, ours_first, prefix_caching):
+def test_kv_loaded_by_other_connectors_is_not_stored_nor_anything_behind_it(
+    engine, truth, tmp_path, ours_first, prefix_caching
+):
     stack = cpu_and_disk(tmp_path / "store")
     others = [neighbour(kind, mark) for mark, kind in KINDS.items()]
     connectors = [kvtier(stack), *others] if ours_first else [*others, kvtier(stack)]
@@ -290,7 +292,7 @@ def test_two_kvtiers_with_a_disk_each(engine, truth, tmp_path, runtime):
         assert (warm.cached, warm.differs(truth[9][0]) < NOISE) == (512, True)
 
 
-def test_what_another_connector_made_up_is_not_stored(engine, truth, tmp_path):
+def test_kv_invented_by_another_connector_is_not_stored(engine, truth, tmp_path):
     """DecodeBenchConnector fills the pages of whatever prompt with a constant."""
     stack = cpu_and_disk(tmp_path / "store")
     with engine(**together(kvtier(stack), other("DecodeBenchConnector")), enable_prefix_caching=True) as served:
@@ -319,7 +321,7 @@ def test_a_role_means_what_it_says(engine, truth, tmp_path):
             served.assert_at_rest()
 
 
-def test_what_the_engine_held_when_the_cache_was_reset_is_not_stored(engine):
+def test_kv_held_by_the_engine_at_a_reset_is_not_stored(engine):
     """The engine's own prefix cache may survive it, with KV of before."""
     asked = asked_of(9)[0]
     with engine(cpu(), enable_prefix_caching=True) as served:
@@ -402,7 +404,7 @@ def test_without_a_runtime_folder_of_this_users_they_lie_in_one_of_its_own(runti
     assert (folder.stat().st_mode & 0o777, len(list(folder.iterdir()))) == (0o700, 1)
 
 
-def test_what_dead_engines_left_is_swept(runtime):
+def test_reports_of_dead_engines_are_removed(runtime):
     reports.leave("dead", 0, REPORT)
     (left,) = runtime.iterdir()
     reports.leave("alive", 0, REPORT)

@@ -177,7 +177,7 @@ def test_a_change_that_one_of_two_ranks_notices_is_one_for_both(engine, fork_ser
     assert largest_difference(again, before[:1]) < NOISE
 
 
-def test_what_others_find_in_a_shared_store_is_of_their_weights(engine, other, tmp_path):
+def test_engines_find_only_frames_of_their_weights_in_a_shared_store(engine, other, tmp_path):
     stack = cpu_and_disk(tmp_path)
     stack["tiers"][1]["shared"] = True
     with engine(stack) as served:

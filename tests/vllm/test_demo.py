@@ -58,7 +58,7 @@ def test_an_answer_that_vllms_own_cache_changes_fails():
 
 
 @pytest.mark.parametrize(("served", "missing"), [(FROM_MEMORY, "disk"), (FROM_DISK, "memory")])
-def test_nothing_remembered_fails(served, missing, capsys):
+def test_the_demo_fails_if_nothing_is_remembered(served, missing, capsys):
     assert demo.judge(ALONE, [STORED, served]) == 1
     assert f"FAILED: nothing came from {missing}" in capsys.readouterr().out
 

@@ -52,7 +52,7 @@ PREFILL = {
     ],
     ids=str,
 )
-def test_what_is_not_well_said_is_as_if_it_were_not(said, continued, computed):
+def test_malformed_parameters_are_ignored(said, continued, computed):
     assert (is_continued_elsewhere(said), computed_elsewhere(said, 530)) == (continued, computed)
 
 
@@ -81,7 +81,7 @@ def test_the_engine_that_decodes_has_the_prompt_from_the_one_that_computed_it(en
 
 
 @pytest.mark.more
-def test_what_the_first_engines_workers_read_from_slabs_the_other_has_from_its_arena(
+def test_frames_of_a_slab_reach_the_other_engine_through_the_arena(
     engine,
     fork_server,
     model,
@@ -128,7 +128,7 @@ def test_a_prompt_whose_engine_ends_or_stops_is_computed_after_load_wait(engine,
             os.kill(prefiller.pid, signal.SIGKILL)
 
 
-def test_what_was_handed_over_stays_pinned_for_its_lease(engine):
+def test_handed_over_chunks_stay_pinned_for_their_lease(engine):
     with engine(cpu()) as prefiller:
         words = prefill(prefiller, ASKED)
         assert words["remote_num_tokens"] == 512
@@ -140,7 +140,7 @@ def test_what_was_handed_over_stays_pinned_for_its_lease(engine):
         prefiller.assert_at_rest()
 
 
-def test_what_no_engine_can_have_computed_is_not_waited_for(engine):
+def test_no_request_waits_for_chunks_that_cannot_have_been_computed(engine):
     """A prompt shorter than a chunk, of which none is kept; contradictions, and garbage."""
     with engine({**node(), "load_wait": "60s"}) as decoder:
         short = prefill(decoder, ASKED[:60])

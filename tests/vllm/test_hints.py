@@ -57,7 +57,7 @@ def test_hints_reach_every_tier(engine, heard, tmp_path):
     ],
     ids=repr,
 )
-def test_what_is_no_hint_reaches_no_policy(said):
+def test_invalid_hints_do_not_reach_policies(said):
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
@@ -152,12 +152,12 @@ def deep():
         "too many",
     ],
 )
-def test_what_is_no_action_reaches_no_policy(actions):
+def test_invalid_actions_do_not_reach_policies(actions):
     assert hinted(envelope(*actions)) == {}
 
 
 @pytest.mark.parametrize("thing", ["kv_hints", 1, [], {"actions": [{}]}], ids=repr)
-def test_what_is_no_envelope_reaches_no_policy(thing):
+def test_invalid_envelopes_do_not_reach_policies(thing):
     assert hinted(thing) == {}
 
 

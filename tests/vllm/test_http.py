@@ -92,7 +92,7 @@ def test_a_client_that_hangs_up(server):
     assert server.outcomes() == [NOT_FOUND, FOUND]
 
 
-def test_what_was_loaded_is_among_the_metrics(server):
+def test_the_metrics_have_loaded_tokens(server):
     asked = prompt(312, 530)
     names = ["kvtier_hit_tokens_total", "vllm:external_prefix_cache_hits_total"]
     server.complete(asked)

@@ -173,7 +173,7 @@ def test_credentials_in_free_settings_count_and_are_not_shown(model):
     assert "sesame" not in str(of("sesame"))
 
 
-def test_what_may_be_a_credential_is_not_shown_whatever_it_is_called(model, monkeypatch):
+def test_possible_credentials_are_not_shown(model, monkeypatch):
     from vllm.envs import environment_variables
 
     monkeypatch.setitem(environment_variables, "VLLM_NEW_STORE_TOKEN", lambda: None)
@@ -242,7 +242,7 @@ def test_how_many_ranks_share_experts_does_not_count_but_that_several_do(tmp_pat
     assert two.differences(three) == []
 
 
-def test_ways_to_quantize_are_told_apart(base):
+def test_ways_to_quantize_are_distinguished(base):
     """As vLLM keeps ``--quantization-config``: an object of its own, or the mapping that was written."""
     from vllm.config.quantization import QuantizationConfigArgs
 
@@ -301,7 +301,7 @@ def test_a_file_that_a_setting_names_and_that_cannot_be_read_is_not_guessed(base
     ],
     ids=str,
 )
-def test_what_an_engine_reports_changes_the_namespace(base, change):
+def test_facts_reported_by_an_engine_change_the_namespace(base, change):
     assert facts(base, **change).digest != facts(base).digest
 
 
@@ -456,7 +456,7 @@ def test_engines_of_any_ranks_have_one_namespace(model):
     assert of_ranks(model, 1, by_head(2)) == of_ranks(model, 2, by_head(1))
 
 
-def test_but_not_if_heads_lie_in_another_order_or_are_others(model):
+def test_ranks_count_if_heads_have_another_order_or_number(model):
     (keys, values) = by_head(1).elements
     tokens_inside = attrs.evolve(by_head(1), elements=(keys, attrs.evolve(values, of_head=16 * 64)))
     others = by_head(2), by_head(1, inner=32), tokens_inside, attrs.evolve(by_head(1), dtype="bfloat16")

@@ -30,7 +30,7 @@ def look(engine, seed, text=TEXT, *, name=None, salt=None, **options):
     return answer
 
 
-def test_images_that_a_counter_names_are_told_apart_after_a_restart(engine, blip, tmp_path):
+def test_images_that_a_counter_names_are_distinguished_after_a_restart(engine, blip, tmp_path):
     """Without a processor cache and a prefix cache, vLLM calls every engine's first image alike."""
     options = {"model": blip, "skip_tokenizer_init": False, "mm_processor_cache_gb": 0}
     plain = {"do_normalize": False}  # then the counter is hashed, and looks like a digest
@@ -48,7 +48,7 @@ def test_images_that_a_counter_names_are_told_apart_after_a_restart(engine, blip
             assert again.cached == 128
 
 
-def test_what_the_engine_mixed_up_under_one_name_is_not_kept(engine, blip, tmp_path, said):
+def test_items_that_the_engine_confused_under_one_name_are_not_stored(engine, blip, tmp_path, said):
     """A caller gave two images one name. The engine itself answers for the first; the next one must not."""
     other_text = prompt(2, 150)
     options = {"model": blip, "skip_tokenizer_init": False, "mm_processor_cache_gb": 0, "enable_prefix_caching": True}

@@ -118,7 +118,7 @@ def test_a_router_learns_what_lower_tiers_hold_in_the_words_of_vllm(engine, rout
         assert not router.held["CPU"] and not router.held["STORAGE"]
 
 
-def test_after_a_restart_a_chunk_is_told_when_it_has_been_read(engine, router, tmp_path):
+def test_after_a_restart_a_chunk_is_reported_when_it_has_been_read(engine, router, tmp_path):
     with engine(cpu_and_disk(tmp_path)) as first:
         first.ask(ASKED)
     with engine(cpu_and_disk(tmp_path), kv_events_config=router.config, enable_prefix_caching=True) as second:
@@ -140,14 +140,14 @@ def test_a_salt_is_told_as_vllm_tells_it(engine, router):
         assert ("tenant",) in in_memory.extra_keys
 
 
-def test_nothing_is_collected_that_nobody_wants(engine):
+def test_no_events_are_collected_without_a_consumer(engine):
     with engine(cpu()) as served:
         served.ask(ASKED)
         assert served.connector._kv_events is None
         assert list(served.connector.take_events()) == []
 
 
-def test_what_cannot_be_loaded_any_more_is_taken_back(engine, router, monkeypatch):
+def test_events_of_lost_chunks_are_retracted(engine, router, monkeypatch):
     with engine(cpu(), kv_events_config=router.config, enable_prefix_caching=True) as served:
         router.join(served)
         served.ask(ASKED, tokens=1)

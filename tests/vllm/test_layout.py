@@ -151,7 +151,7 @@ def test_attention_to_later_tokens_is_refused(config, specs):
         ("MLAAttentionSpec", {"tokens_per_state": 4}, "opaque"),
     ],
 )
-def test_what_a_page_holds_is_said_only_where_it_is_known(kind, more, structure):
+def test_the_structure_of_pages_is_stated_only_if_known(kind, more, structure):
     assert structure_of(spec(kind, **more)) == structure
 
 
@@ -193,7 +193,7 @@ def test_a_rank_of_a_model_with_experts_is_one_too(model, specs, rank):
         ("enable_elastic_ep", True, "elastic expert parallelism, which changes the number of ranks, is not served"),
     ],
 )
-def test_what_else_is_parallel_is_refused(config, specs, field, value, why):
+def test_other_kinds_of_parallelism_are_refused(config, specs, field, value, why):
     setattr(config.parallel_config, field, value)
     assert layout.refusal(config, groups(specs["full"])) == why
 
@@ -399,7 +399,7 @@ def test_other_layers_are_in_the_order_of_their_names(page_layout):
     assert layout._names(engine, caches) == sorted(NAMES)
 
 
-def test_the_order_of_layers_in_a_frame_is_told():
+def test_the_order_of_layers_in_a_frame_is_reported():
     """It is part of the namespace: engines of one layout whose layers lie in another order share no frames."""
     there, back = (laid_out("BLNHC", names) for names in (NAMES, NAMES[::-1]))
     assert layout._names(*there) == layout._names(*back)[::-1]

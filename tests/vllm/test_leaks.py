@@ -205,7 +205,7 @@ def giving_up(monkeypatch, drawn: random.Random) -> None:
 
 
 @pytest.mark.parametrize("troubles", some([[late, failing, giving_up], [late]]), ids=["all", "late"])
-def test_nothing_leaks(engine, kind, truth, tmp_path, monkeypatch, troubles):
+def test_engines_leak_nothing(engine, kind, truth, tmp_path, monkeypatch, troubles):
     drawn = random.Random(len(troubles))
     for trouble in troubles:
         trouble(monkeypatch, drawn)

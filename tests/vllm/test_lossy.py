@@ -26,7 +26,7 @@ class Rounded(Serializer):
 
 
 @pytest.mark.parametrize("lossless", [False, True])
-def test_what_is_computed_on_lossy_kv_is_not_stored(engine, tmp_path, monkeypatch, said, lossless):
+def test_kv_computed_on_lossy_kv_is_not_stored(engine, tmp_path, monkeypatch, said, lossless):
     """A prompt goes on behind one that came up from the disk. Its own chunks stand on KV that is not exact."""
     monkeypatch.setattr(RawConfig, "type", "rounded")
     monkeypatch.setattr(RawConfig, "lossless", lossless)

@@ -25,7 +25,7 @@ def test_a_plan_arrives_as_it_was_sent():
     assert pickle.loads(pickle.dumps(StepPlanMetadata(PLAN))) == StepPlanMetadata(PLAN)
 
 
-def test_what_the_ranks_report_is_added_up():
+def test_reports_of_the_ranks_are_added_up():
     ranks = [
         WorkerProgress(
             Counter({1: 1, 2: 1}),

@@ -90,7 +90,7 @@ def test_a_tier_that_is_slower_than_computing_is_declined_and_counted(engine, tm
         assert parts(told, "disk") == (2200, 0, 1112, 1088)
 
 
-def test_what_vllm_decodes_is_no_prompt(engine, tmp_path, monkeypatch):
+def test_decoded_tokens_are_not_prompt_tokens(engine, tmp_path, monkeypatch):
     planned, plan = [], PrefillSpeed.planned
 
     def note(speed, prompts, decoded, now):
@@ -134,7 +134,7 @@ def test_reports_of_several_steps_are_added():
     assert both.is_empty()
 
 
-def test_what_was_reported_is_not_reported_again():
+def test_each_figure_is_reported_once():
     stats = KVTierStats()
     stats.add([Reading("kvtier_hit_tokens", ("disk",), 64)])
     assert [stats.take().data, stats.take()] == [{"kvtier_hit_tokens": {"disk": 64}}, None]

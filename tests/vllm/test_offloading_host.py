@@ -248,7 +248,7 @@ def test_calls_of_the_workers_may_have_changed_the_weights(offloading, tmp_path)
         assert second.ask().cached == 0
 
 
-def test_what_was_begun_before_the_weights_may_have_changed_is_not_stored(offloading, tmp_path, monkeypatch):
+def test_requests_that_began_before_new_weights_are_not_stored(offloading, tmp_path, monkeypatch):
     written, write = [], DiskBackend.write
     monkeypatch.setattr(
         DiskBackend, "write", lambda disk, keys, *more: (written.extend(keys), write(disk, keys, *more))[1]
@@ -341,6 +341,6 @@ def test_salts_never_meet(offloading, tmp_path):
     ),
     ids=["adapters", "embeddings", "hash"],
 )
-def test_what_keys_do_not_cover_is_refused_at_the_start(offloading, tmp_path, options, why):
+def test_engines_with_features_that_keys_do_not_cover_are_refused(offloading, tmp_path, options, why):
     with pytest.raises(ConfigError, match=why), offloading(stack(disk(tmp_path / "kv")), **options):
         pass

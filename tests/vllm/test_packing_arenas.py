@@ -66,7 +66,7 @@ def test_hits_from_the_arena_and_from_below_are_bit_equal(engine, said, tmp_path
     assert warm.differs(own) == 0
 
 
-def test_what_an_arena_that_does_not_pack_stored_below_is_a_miss(engine, tmp_path, own):
+def test_frames_of_an_unpacked_arena_are_a_miss(engine, tmp_path, own):
     with engine(cpu_and_disk(tmp_path), dtype="bfloat16") as first:
         first.ask(ASKED)
         first.settle()

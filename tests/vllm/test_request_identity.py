@@ -117,7 +117,7 @@ def test_a_field_of_another_vllm_counts_when_it_is_set(tmp_path):
         ({"resumable": True}, "it is a session: more is added to its prompt later"),
     ],
 )
-def test_what_cannot_be_identified_is_bypassed(ingredients, why):
+def test_requests_that_cannot_be_identified_are_bypassed(ingredients, why):
     assert begun().identify(asked(**ingredients)) == Bypass(why)
 
 
@@ -146,7 +146,7 @@ def image(pixels=CAT, offset=70, length=20, *, name="holiday.jpg", modality="ima
     return inputs.MultiModalFeatureSpec(item, modality, name, place, name)
 
 
-def test_what_enters_the_keys_is_the_same_on_every_machine():
+def test_the_input_of_keys_is_the_same_on_every_machine():
     """`tests/core/test_chained.py` has the golden vectors of what becomes of it."""
     found = begun().identify(asked(cache_salt="alice é", mm_features=[image(CAT, 120, 20, grid=[1, 2.5, "a", None])]))
     content = "6cb615ef9f351adf2630c20411cc7a88cb21568025c12f184fbc0746020b9f9d"
@@ -252,7 +252,7 @@ def why_not(identifier, adapter):
     return found.reason.removeprefix("LoRA adapter 'same name': ")
 
 
-def test_adapters_are_told_apart_by_content(tmp_path):
+def test_adapters_are_distinguished_by_content(tmp_path):
     first = keys(lora_request=adapter(tmp_path / "one"))
     assert shared(first, keys(lora_request=adapter(tmp_path / "copy"))) == 4
     assert shared(first, keys(lora_request=adapter(tmp_path / "other", 2.0))) == 0
@@ -337,7 +337,7 @@ def a_folder_above_replaced(folder):
     ],
     ids=lambda step: step.__name__.replace("_", " "),
 )
-def test_whatever_may_put_other_files_in_place_is_seen(tmp_path, monkeypatch, way, change):
+def test_any_replacement_of_files_is_noticed(tmp_path, monkeypatch, way, change):
     """After the engine started, and before the first request."""
     from vllm.lora.request import LoRARequest
 

@@ -173,7 +173,7 @@ def test_pages_whose_first_dimension_is_not_blocks_are_refused(engine, said, mon
         assert [served.ask(prompt(91, 530))[0].cached for _ in range(2)] == [0, 0]
 
 
-def test_an_arena_that_cannot_be_reached_is_told_and_not_used(engine, said, monkeypatch):
+def test_an_arena_that_cannot_be_reached_is_reported_and_not_used(engine, said, monkeypatch):
     from kvtier_cpu.config import CpuConfig
 
     monkeypatch.setattr(CpuConfig, "attach", lambda self, handle, table: 1 / 0)

@@ -52,7 +52,7 @@ def test_reads_from_slabs_of_a_server_are_bit_equal_to_the_engines_own_prefix_hi
     assert warm.differs(stored) == 0
 
 
-def test_who_reads_while_the_server_is_killed_reads_on_and_then_reads_those_of_the_next_server(
+def test_workers_read_on_when_the_server_is_killed_and_then_read_frames_of_the_next(
     engine, tmp_path, stored, ranges_read, monkeypatch
 ):
     read = SlabFiles.read_extents

@@ -104,7 +104,7 @@ def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine, shared):
         assert (loaded.tokens, loaded.logprobs) == (own.tokens, own.logprobs)
 
 
-def test_what_another_engine_stores_meanwhile_is_found(engine, shared):
+def test_frames_that_another_engine_stores_meanwhile_are_found(engine, shared):
     """That it was not there a moment ago is forgotten after a second."""
     with engine(shared()) as ours:
         ours.ask(ASKED[:200])

@@ -9,7 +9,7 @@ def slabs(tmp_path, **settings):
     return {"type": "gds", "paths": [str(tmp_path / name) for name in "ab"], "capacity": "64MiB", **settings}
 
 
-def test_what_slabs_alone_stored_is_served_below_a_cpu_tier(engine, said, tmp_path):
+def test_frames_of_a_slab_stack_are_served_below_a_cpu_tier(engine, said, tmp_path):
     """Bit-equal to the engine's own prefix hit of the same length."""
     asked = prompt(5, 530)
     alone = {**cpu(), "tiers": [slabs(tmp_path, staging="64MiB")]}

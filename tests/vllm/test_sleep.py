@@ -28,7 +28,7 @@ def sleep(served, level):
     served.llm.wake_up(tags=["scheduling"] if level == 0 else None)
 
 
-def test_what_keeps_the_engines_own_cache_keeps_ours(engine, said):
+def test_a_sleep_that_keeps_the_engines_cache_keeps_ours(engine, said):
     asked = prompt(120, 530)
     with engine(cpu()) as served:
         served.ask(asked)

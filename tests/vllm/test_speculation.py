@@ -140,7 +140,7 @@ def test_a_rejected_draft_never_reaches_a_store(engine, drafting, tmp_path):
 
 
 @pytest.mark.parametrize("method", some(["eagle", "draft_model"]))
-def test_what_a_draft_model_kept_for_a_rejected_draft_never_reaches_a_store(engine, drafting, method):
+def test_draft_kv_of_rejected_drafts_never_reaches_a_store(engine, drafting, method):
     """Behind generated tokens it proposes what it does when it reads them in a prompt; another salt finds nothing."""
     asked = prompt(2, 70)
     with engine(cpu(chunk_tokens=BLOCK, save_decode=True), **drafting(method)) as served:
@@ -228,7 +228,7 @@ def test_prompts_that_part_at_the_end_of_a_chunk_share_it_unless_a_draft_layer_r
     assert proposed == expected
 
 
-def test_what_a_draft_model_had_no_room_to_compute_is_not_stored(engine, drafting):
+def test_draft_kv_that_was_not_computed_for_lack_of_room_is_not_stored(engine, drafting):
     """It does not run in a step with a request whose drafts might be too long, and then for no request of it."""
     short, long = prompt(8, 200), prompt(9, 575)
     with engine(cpu(), **drafting("eagle"), max_model_len=576, max_num_seqs=2) as served:

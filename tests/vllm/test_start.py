@@ -28,7 +28,7 @@ def test_the_configuration_must_be_named_by_a_path(path):
         read_config({"kvtier.config": path}, Registry.discover())
 
 
-def test_every_problem_of_the_file_is_told_at_once(engine, tmp_path):
+def test_every_problem_of_the_file_is_reported_at_once(engine, tmp_path):
     file = tmp_path / "kvtier.yaml"
     file.write_text(BROKEN)
     with pytest.raises(ConfigError) as caught, engine({"kvtier.config": str(file)}):
@@ -43,7 +43,7 @@ def test_every_problem_of_the_file_is_told_at_once(engine, tmp_path):
     )
 
 
-def test_a_broken_plugin_is_told_though_nobody_asks_for_it(engine, said, tmp_path, monkeypatch):
+def test_a_broken_plugin_is_reported_though_nobody_asks_for_it(engine, said, tmp_path, monkeypatch):
     """Its author looks into the log, once and without a traceback; so do those who lack what it offers."""
     info = tmp_path / "acme-1.0.dist-info"
     info.mkdir()
@@ -118,7 +118,7 @@ def test_several_arenas(engine):
         served.assert_at_rest()
 
 
-def test_what_happened_is_told_while_it_happens(engine, said):
+def test_sums_are_logged_while_the_engine_runs(engine, said):
     """A server that is stopped as usual is killed before it could tell."""
     with engine(cpu()) as served:
         served.connector.side.events._next_totals = 0.0

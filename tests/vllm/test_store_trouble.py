@@ -159,7 +159,7 @@ def test_a_store_in_trouble(engine, network, truth, said, trouble):
 
 @pytest.mark.parametrize("load", some(["auto", "always"]))
 @pytest.mark.parametrize("known", [[], [KNOWN, *FRESH]], ids=["has never answered", "has served before"])
-def test_nobody_waits_twice_for_a_store_that_hangs(engine, network, known, load):
+def test_only_the_first_request_waits_for_a_hanging_store(engine, network, known, load):
     """One request waits, and ends although no call has failed yet; then the store answers all at once."""
     server, _ = network
     made = stack(server.url, timeout="60s")

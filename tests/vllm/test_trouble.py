@@ -122,7 +122,7 @@ def test_a_schedulers_half_that_failed_lets_go_of_its_stack(engine, monkeypatch,
     assert again.differs(truth) < NOISE
 
 
-def test_a_stack_that_raises_is_let_go_of_all_the_same(engine, monkeypatch, tmp_path, asked, truth):
+def test_a_stack_that_raises_is_released_nevertheless(engine, monkeypatch, tmp_path, asked, truth):
     """In its last steps, too."""
     with engine(cpu_and_disk(tmp_path)) as served:
         served.ask(asked)
@@ -147,9 +147,7 @@ def held(path):
 
 @pytest.mark.parametrize("policy", some(["recompute", "fail"]))
 @pytest.mark.parametrize("method", ["load", "store", "loaded", "progress", "fence"])
-def test_nothing_is_promised_and_no_slot_reserved_when_a_worker_has_failed(
-    engine, monkeypatch, asked, truth, method, policy
-):
+def test_no_lookup_or_reservation_after_a_worker_has_failed(engine, monkeypatch, asked, truth, method, policy):
     """Whatever vLLM does with requests whose load fails: none is expected any more."""
     from vllm.config import KVTransferConfig
 

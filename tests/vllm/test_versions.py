@@ -13,16 +13,16 @@ from kvtier_core.vllm import versions
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0", "0.33.1rc1"])
-def test_what_was_tried_is_not_doubted(version):
+def test_tested_versions_give_no_warning(version):
     assert versions.warning(version) == ""
 
 
 @pytest.mark.parametrize("version", ["0.29.9", "0.34.0", "1.0.0", "0.3.30", "dev"])
-def test_anything_else_is(version):
+def test_other_versions_give_a_warning(version):
     assert versions.warning(version) == f"vLLM {version} was not tested with this kvtier, which serves 0.30 to 0.33"
 
 
-def test_the_doubt_is_in_the_log(engine, said, monkeypatch):
+def test_the_version_warning_is_in_the_log(engine, said, monkeypatch):
     monkeypatch.setattr(versions, "warning", lambda: "who knows this vLLM?")
     with engine(cpu()):
         lines = said()

@@ -78,7 +78,7 @@ def test_sampling_reads_a_large_tensor_from_its_first_byte_to_its_last(tmp_path)
         "LICENSE-2.safetensors",
     ],
 )
-def test_whatever_lies_beside_the_weights_counts(tmp_path, name):
+def test_all_files_beside_the_weights_count(tmp_path, name):
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
     before = weights.digest(tmp_path)
     save_file({"v": torch.ones(4)}, tmp_path / name)
@@ -100,7 +100,7 @@ def test_no_weights_no_identity(tmp_path):
     assert weights.digest(tmp_path) is None
 
 
-def test_what_lies_in_a_folder_below_counts_and_what_nobody_loads_does_not(tmp_path):
+def test_subfolders_count_and_files_that_are_not_loaded_do_not(tmp_path):
     (tmp_path / "encoder").mkdir()
     save_file({"w": torch.zeros(4)}, tmp_path / "encoder" / "model.safetensors")
     before = weights.digest(tmp_path)
@@ -206,7 +206,7 @@ def test_of_two_that_ask_at_once_one_reads(tmp_path, monkeypatch):
     assert len(reads) == 1
 
 
-def test_nobody_waits_for_what_is_read_of_other_files(tmp_path, monkeypatch):
+def test_readers_of_different_files_do_not_wait_for_each_other(tmp_path, monkeypatch):
     """A request with an adapter does not stand still while another engine reads its model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     entered = threading.Event()
@@ -283,7 +283,7 @@ def test_dummy_weights_are_their_seed(model):
     assert first != second
 
 
-def test_what_cannot_be_found_is_not_guessed(model, tmp_path):
+def test_missing_weights_are_not_guessed(model, tmp_path):
     config, load = configs(model)
     config.model = "acme/no-such-model"
     unknown = model_weights.identify(config, load, IdentityConfig())

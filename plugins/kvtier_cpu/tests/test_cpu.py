@@ -110,7 +110,7 @@ def holders(inode):
     return found
 
 
-def test_nothing_is_left_of_a_killed_owner(owner):
+def test_a_killed_owner_leaves_nothing_behind(owner):
     handle = owner.stdout.readline()
     inode = json.loads(handle)["inode"]
     buffer = PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
@@ -141,7 +141,7 @@ def test_a_closed_arena_is_not_reached():
 
 
 @pytest.mark.parametrize("field", ["device", "inode", "nbytes"])
-def test_what_else_has_its_place_is_not_mapped(field, arena):
+def test_another_file_at_its_path_is_not_mapped(field, arena):
     """The pid may be another process's by now, the fd another file's."""
     address = json.loads(arena.handle)
     handle = changed(arena.handle, **{field: address[field] + 4096})

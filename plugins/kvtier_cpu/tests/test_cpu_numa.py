@@ -145,7 +145,7 @@ def test_a_machine_with_one_node_is_left_alone(two_nodes):
     assert (placement.policies, placement.effective) == ({}, "off")
 
 
-def test_nothing_is_asked_of_the_kernel_that_was_not_asked_for(two_nodes, monkeypatch):
+def test_the_kernel_is_not_called_without_a_setting(two_nodes, monkeypatch):
     def called(*args):
         raise AssertionError(args)
 
@@ -167,14 +167,14 @@ def test_a_policy_of_the_process_gives_way_to_what_is_known_alone(two_nodes):
 
 
 @placed
-def test_a_node_that_is_not_there_is_told_and_the_others_are_used():
+def test_a_node_that_is_not_there_is_reported_and_the_others_are_used():
     placement = choose("auto", context(0, NOWHERE), 4)
     assert placement.policies.keys() == {0}
     assert placement.effective == f"node 0 (node {NOWHERE}: {NOT_THERE})"
 
 
 @pytest.mark.parametrize("refusal", [errno.EPERM, errno.ENOSYS])
-def test_a_kernel_that_refuses_is_told_and_nothing_else_changes(monkeypatch, refusal):
+def test_a_kernel_that_refuses_is_reported_and_nothing_else_changes(monkeypatch, refusal):
     """As in a container without CAP_SYS_NICE."""
 
     def refuse(*args):

@@ -249,7 +249,7 @@ def test_a_file_of_impossible_length_is_no_frame(tmp_path):
     disk.close()
 
 
-def test_nothing_but_frames_counts_against_the_others(tmp_path):
+def test_only_frames_count_against_the_capacity_of_others(tmp_path):
     disk = open_disk(tmp_path, model="theirs")
     write(disk, *make_keys(2))
     disk.close()
@@ -265,7 +265,7 @@ def facts_in(path, model):
     return path / make_namespace(model).digest.hex()[:16] / "namespace.json"
 
 
-def test_the_namespaces_of_others_are_told(tmp_path):
+def test_the_namespaces_of_others_are_reported(tmp_path):
     for model in ("first", "second", "without frames"):
         disk = open_disk(tmp_path, model=model)
         if model != "without frames":
@@ -382,7 +382,7 @@ def test_a_link_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
-def test_a_folder_of_somebody_else_is_refused(tmp_path):
+def test_a_folder_of_another_user_is_refused(tmp_path):
     (tmp_path / "kv").mkdir(mode=0o700)
     os.chown(tmp_path / "kv", 12345, 12345)
     with pytest.raises(BackendError, match="kv: belongs to user 12345; kvtier uses only folders of its own user"):
@@ -416,7 +416,7 @@ def test_damaged_frames_are_kept_aside_until_there_are_too_many(tmp_path):
     disk.close()
 
 
-def test_what_is_kept_aside_counts_and_leaves_when_its_room_is_needed(tmp_path):
+def test_quarantined_frames_count_and_leave_when_room_is_needed(tmp_path):
     keys = make_keys(4)
     disk = open_disk(tmp_path, capacity=3 * NBYTES, quarantine=2 * NBYTES)
     write(disk, *keys[:3])

@@ -126,7 +126,7 @@ def test_a_folder_that_others_may_write_to_is_refused(folder, open_to):
 
 
 @only_root
-def test_a_folder_of_somebody_else_is_refused(folder):
+def test_a_folder_of_another_user_is_refused(folder):
     """Its owner may do with what lies in it as he likes, whatever the mode says."""
     folder.mkdir(mode=0o700)
     os.chown(folder, STRANGER, STRANGER)
@@ -231,7 +231,7 @@ def test_the_way_through_a_link_counts_too(tmp_path):
 
 
 @pytest.mark.parametrize("swap", ["path", "home", "shard"])
-def test_what_is_put_in_place_of_a_folder_is_never_read(folder, tmp_path, swap):
+def test_a_folder_put_in_place_of_the_tiers_is_never_read(folder, tmp_path, swap):
     """Forged frames, as whole as any, while the tier is open. It goes on when its own folder is back."""
     disk = open_disk(folder)
     write(disk)
@@ -365,7 +365,7 @@ def test_open_removes_what_stands_for_a_frame_and_follows_none(folder, elsewhere
 
 @pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize("settle", ["write", "delete", "quarantine"])
-def test_what_stands_for_a_frame_is_no_frame(folder, elsewhere, plant, settle):
+def test_only_a_regular_file_is_a_frame(folder, elsewhere, plant, settle):
     """Planted while the tier is open: that key alone cannot be read, nobody waits, and no link is followed."""
     disk = open_disk(folder)
     write(disk)
@@ -388,7 +388,7 @@ def test_what_stands_for_a_frame_is_no_frame(folder, elsewhere, plant, settle):
 
 
 @pytest.mark.parametrize("plant", [*FOREIGN, plant_link, plant_pipe, plant_socket, plant_folder])
-def test_what_stands_for_an_unfinished_frame_is_not_written_to(folder, elsewhere, plant):
+def test_only_a_regular_file_is_written_to(folder, elsewhere, plant):
     disk = open_disk(folder)
     write(disk)
     plant(file_in(folder).with_suffix(".tmp"), elsewhere / "precious")

@@ -61,7 +61,7 @@ def counts(out):
     return {row[0]: int(row[1]) for row in rows}
 
 
-def test_what_a_policy_learned_is_no_frame_of_a_chunk(folder, capsys):
+def test_fsck_knows_the_policy_state(folder, capsys):
     with contextlib.closing(DiskConfig(path=folder / "store").open(make_context())) as disk:
         disk.write([key_of(make_namespace())], [make_frame(key_of(make_namespace()), nbytes=NBYTES)])
     main(["fsck", "disk", "--config", "kvtier.yaml"])
@@ -72,7 +72,7 @@ def test_what_a_policy_learned_is_no_frame_of_a_chunk(folder, capsys):
     assert (found["whole"], found["policy"]) == (1, 1), "it stays"
 
 
-def test_everything_is_told(folder, capsys):
+def test_everything_is_reported(folder, capsys):
     assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 1
     out = capsys.readouterr().out
     assert counts(out) == {
@@ -120,7 +120,7 @@ def taken_over(folder, capsys):
     return [next(folder.rglob(f"{key.hex()}.kv")) for key in (TORN, OLD)]
 
 
-def test_what_another_codec_or_version_wrote_is_told_and_left(folder, capsys, taken_over):
+def test_frames_of_other_codecs_and_versions_are_reported_and_left(folder, capsys, taken_over):
     """It is not damaged, and another engine may be able to read it."""
     for arguments in ([], ["--repair"]):
         assert main(["fsck", "disk", "--config", "kvtier.yaml", *arguments]) == 0
@@ -167,7 +167,7 @@ NO_FOLDERS = ["link", "pipe", "socket", "device", "holes"]
 @pytest.mark.parametrize(
     ("kind", "where"), [("folder", "frame"), *((kind, where) for kind in NO_FOLDERS for where in ("frame", "shard"))]
 )
-def test_what_stands_for_a_frame_is_told_and_removed(folder, capsys, kind, where):
+def test_other_objects_in_place_of_frames_are_reported_and_removed(folder, capsys, kind, where):
     assert main(["fsck", "disk", "--config", "kvtier.yaml", "--repair"]) == 0
     (whole,) = folder.rglob("*.kv")
     if where == "frame":
@@ -218,7 +218,7 @@ def test_a_frame_that_is_longer_than_it_says_is_not_read(folder, capsys, asked):
     assert sum(asked) < 1 << 20
 
 
-def test_what_cannot_be_read_is_removed(tmp_path, capsys):
+def test_unreadable_frames_are_removed(tmp_path, capsys):
     with btrfs(tmp_path, 128 << 20) as disk:
         store, file = disk.folder / "store", tmp_path / "kvtier.yaml"
         tiers = f"[{{type: heap, capacity: 1MiB}}, {{type: disk, capacity: 1GiB, path: {store}}}]"
@@ -235,7 +235,7 @@ def test_what_cannot_be_read_is_removed(tmp_path, capsys):
         assert len(list(store.rglob("*.kv"))) == len(KEYS) - 1
 
 
-def test_what_cannot_be_removed_is_told_and_left(folder, capsys):
+def test_frames_that_cannot_be_removed_are_reported_and_left(folder, capsys):
     torn = next(folder.rglob(f"{TORN.hex()}.kv"))
     done = subprocess.run(["chattr", "+i", str(torn)], capture_output=True, text=True)
     if done.returncode:
@@ -264,7 +264,7 @@ def test_a_folder_in_use_is_left_alone(folder, capsys):
         (["disk", "--config", "nothing.yaml"], "nothing.yaml"),
     ],
 )
-def test_what_cannot_be_looked_at(folder, capsys, arguments, why):
+def test_folders_that_cannot_be_examined(folder, capsys, arguments, why):
     assert main(["fsck", *arguments]) == 2
     assert why in capsys.readouterr().err
 
@@ -365,7 +365,7 @@ def test_a_seal_is_checked(capsys, protected):
     assert not salted.exists()
 
 
-def test_a_seal_that_cannot_be_checked_is_told_and_not_called_damage(capsys, protected, monkeypatch):
+def test_a_seal_that_cannot_be_checked_is_reported_and_not_called_damage(capsys, protected, monkeypatch):
     files = protected(MAC, encrypt=False)
     monkeypatch.delenv("KVTIER_TEST_SEAL")
     status, out = fsck(capsys, "--repair")

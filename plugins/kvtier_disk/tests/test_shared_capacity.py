@@ -86,7 +86,7 @@ def test_the_oldest_leave_of_whatever_namespace_and_writer(path, engine):
     assert stored(path) == used(path) <= CAPACITY
 
 
-def test_what_is_replaced_or_deleted_is_given_back(path, engine):
+def test_replaced_and_deleted_frames_return_their_space(path, engine):
     ours, theirs = engine(), engine()
     keys = make_keys(ROOM // 2)
     for _ in range(3):

@@ -124,7 +124,7 @@ def test_an_engine_that_wants_it_for_itself_is_refused(path, engine):
     open_own(path).close()
 
 
-def test_namespaces_of_others_are_told(engine):
+def test_namespaces_of_others_are_reported(engine):
     for model in ("first", "second"):
         engine(model=model)
     assert sorted(engine().namespaces(), key=str) == sorted(map(make_namespace, ("first", "second")), key=str)
@@ -353,7 +353,7 @@ def test_min_free_holds(engine):
         write(ours, FIRST)
 
 
-def test_what_it_makes_is_this_users_alone(path, engine):
+def test_its_files_are_accessible_to_their_user_alone(path, engine):
     write(engine(capacity=1 << 20), *KEYS)
     modes = {(each.is_dir(), stat.S_IMODE(each.stat().st_mode)) for each in [path, *path.rglob("*")]}
     assert modes == {(True, 0o700), (False, 0o600)}

@@ -63,7 +63,7 @@ def test_fsck_works_beside_live_engines(path, engine, capsys):
     assert main(FSCK) == 0
 
 
-def test_what_may_still_be_written_is_no_damage(path, engine, capsys):
+def test_an_unfinished_write_is_not_damage(path, engine, capsys):
     assert main([*FSCK, "--repair"]) == 0
     capsys.readouterr()
     shard = file_of(path, WHOLE).parent
@@ -76,7 +76,7 @@ def test_what_may_still_be_written_is_no_damage(path, engine, capsys):
     assert all(file.exists() for file in young)
 
 
-def test_what_nobody_writes_any_more_is_told_and_removed(path, engine, capsys):
+def test_abandoned_writes_are_reported_and_removed(path, engine, capsys):
     assert main([*FSCK, "--repair"]) == 0
     capsys.readouterr()
     shard = file_of(path, WHOLE).parent
@@ -113,7 +113,7 @@ def test_a_folder_without_a_capacity_gets_no_account(path, engine):
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])
-def test_what_changes_while_it_is_looked_at_is_passed_over(path, engine, change):
+def test_entries_that_change_during_the_check_are_passed_over(path, engine, change):
     with DiskConfig(path=path, shared=True, min_free=Nbytes(0)).walk() as found:
         stored = {each.key: each for each in found}
     file_of(path, TORN).unlink()

@@ -152,7 +152,7 @@ sizes = st.integers(0, 9)
     others=st.lists(st.tuples(sizes, st.booleans()), max_size=5),
     calls=st.lists(st.tuples(st.sampled_from(["take", "free up", "hand over"]), sizes), max_size=12),
 )
-def test_nothing_is_lost_or_found(free, others, calls):
+def test_the_account_loses_and_gains_nothing(free, others, calls):
     """Free bytes, own frames and others' frames always add up to the capacity; room is taken whole or not at all."""
     names = [Place((), str(i)) for i in range(len(others))]
     model = Model({}, {place for place, (_, stuck) in zip(names, others, strict=True) if stuck})

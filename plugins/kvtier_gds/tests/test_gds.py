@@ -123,7 +123,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
 # -- modes -----------------------------------------------------------------------------------------
 
 
-def test_what_was_asked_and_what_is(tmp_path):
+def test_asked_and_effective_settings(tmp_path):
     for mode in ("auto", "bounce", "gds"):
         backend = open_slabs(tmp_path, mode=mode, direct="off", io="calls")
         facts = {"mode": mode, "direct": "off -> off", "io": "calls -> calls", "preallocated": "on"}
@@ -133,7 +133,7 @@ def test_what_was_asked_and_what_is(tmp_path):
         backend.close()
 
 
-def test_what_is_missing_for_gpudirect_storage_is_told(tmp_path, monkeypatch):
+def test_missing_requirements_of_gpudirect_storage_are_reported(tmp_path, monkeypatch):
     assert gpudirect(tmp_path) == "no: no NVIDIA GPU is here"
     for name in ("nvidia", "nvidia-fs"):
         (tmp_path / name).mkdir()
@@ -190,7 +190,7 @@ def _write_and_delete(path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_was_deleted_stays_deleted_after_a_kill(tmp_path):
+def test_deleted_frames_stay_deleted_after_a_kill(tmp_path):
     dies(_write_and_delete, tmp_path)
     backend = open_slabs(tmp_path)
     assert held(backend) == [KEYS[0], KEYS[2]]
@@ -214,7 +214,7 @@ def _keys_in(paths):
     return [record.key for path in paths if path.exists() for record in records(path).values()]
 
 
-def test_whatever_a_kill_leaves_is_whole(three):
+def test_every_frame_left_by_a_kill_is_whole(three):
     spawn = multiprocessing.get_context("spawn")
     rng = random.Random(0)
     found = 0
@@ -491,7 +491,7 @@ def _gaps(taken, total):
 # -- namespaces ------------------------------------------------------------------------------------
 
 
-def test_the_namespaces_of_others_are_told(three):
+def test_the_namespaces_of_others_are_reported(three):
     for model in ("first", "second", "without frames"):
         backend = open_slabs(*three, model=model)
         if model != "without frames":

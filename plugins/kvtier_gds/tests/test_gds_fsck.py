@@ -44,7 +44,7 @@ def fsck(tmp_path, slabs, capsys):
     return run
 
 
-def test_what_is_whole_torn_and_of_another_key(fsck, slabs):
+def test_fsck_of_whole_torn_and_foreign_frames(fsck, slabs):
     status, counts = fsck()
     assert status == 1
     assert (counts["whole"], counts["torn"], counts["orphaned"]) == (4, 1, 1)

@@ -78,7 +78,7 @@ def test_without_kvikio_no_file_is_read_into_a_gpu(tmp_path, monkeypatch):
     backend.close()
 
 
-def test_what_is_cut_off_is_short(tmp_path):
+def test_a_truncated_frame_is_short(tmp_path):
     backend = open_slabs(tmp_path, mode="gds")
     files = files_of(backend)
     write(backend, *KEYS[:4])
@@ -116,7 +116,7 @@ def _store_and_die(path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_was_stored_before_a_kill_is_read_by_workers(tmp_path):
+def test_workers_read_frames_stored_before_a_kill(tmp_path):
     dies(_store_and_die, tmp_path)
     backend = open_slabs(tmp_path, mode="gds")
     files = files_of(backend)

@@ -74,7 +74,7 @@ def test_the_memory_of_a_deleted_frame_is_not_used_at_once(master, owner, open_t
         tier.write(keys, [make_frame(key, nbytes=large, seed=1) for key in keys])
 
 
-def test_what_is_no_frame_goes_when_it_is_read(master, tier):
+def test_an_entry_that_is_no_frame_is_removed_when_read(master, tier):
     """A deletion that was cut short leaves one byte."""
     assert master.ask(["upsert", name_of(ONE), b"x"]) == [0]
     assert tier.contains([ONE]) == [True]
@@ -82,7 +82,7 @@ def test_what_is_no_frame_goes_when_it_is_read(master, tier):
     assert tier.contains([ONE]) == [False]
 
 
-def test_what_was_read_a_moment_ago_can_be_replaced_and_deleted(master, tier):
+def test_a_recently_read_frame_can_be_replaced_and_deleted(master, tier):
     """A lease that a reader has keeps Mooncake from removing an object."""
     tier.write([ONE, TWO], [frame(ONE, seed=1), frame(TWO)])
     for key in (ONE, TWO):

@@ -43,7 +43,7 @@ def test_everything_at_once(tmp_path):
         ("preferred_segment: host", "preferred_segment", "write host:port"),
     ],
 )
-def test_what_is_refused(tmp_path, written, path, why):
+def test_refused_settings(tmp_path, written, path, why):
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, written)
     (problem,) = refused.value.problems

@@ -209,7 +209,7 @@ def test_a_client_that_hangs(master, owner, open_tier):
     when_it_works(tier)
 
 
-def test_what_is_answered_too_late_is_not_the_next_answer(master, owner, open_tier):
+def test_a_late_answer_is_not_taken_for_the_next(master, owner, open_tier):
     """Nor is the memory used again before, to which a read may still be writing."""
     tier = open_tier(master, timeout=3)
     write(tier, ONE)

@@ -82,7 +82,7 @@ def test_a_frame_that_is_longer_than_a_slot_is_a_miss(node):
 # -- peers that fail ---------------------------------------------------------------------------------
 
 
-def test_what_one_peer_fails_to_send_another_one_sends(node, behind):
+def test_another_peer_sends_what_one_failed_to_send(node, behind):
     address, proxy = behind
     third = node(peers=[address, node(FRAMES).address])
     wait_for(lambda: holders(third) == [2] * len(KEYS))

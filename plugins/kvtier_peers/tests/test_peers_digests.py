@@ -113,7 +113,7 @@ def test_a_digest_that_is_too_long_is_refused_before_it_is_received(count):
 # -- between nodes -----------------------------------------------------------------------------------
 
 
-def test_what_comes_and_goes_is_known_soon(node):
+def test_digests_follow_frames_that_come_and_go(node):
     shown = {}
     first = node(shown)
     second = node(peers=[first.address])
@@ -145,7 +145,7 @@ def test_a_key_with_the_fingerprint_of_another_is_a_miss(node):
     assert read(third, [twin, KEYS[0]]) == [FRAMES[KEYS[1]], FRAMES[KEYS[0]]], "each from who has it"
 
 
-def test_what_is_evicted_between_digest_and_read_is_a_miss(node, monkeypatch):
+def test_a_frame_evicted_between_digest_and_read_is_a_miss(node, monkeypatch):
     monkeypatch.setattr("kvtier_peers.listener._PACE", 60.0)
     shown = dict(FRAMES)
     first = node(shown)

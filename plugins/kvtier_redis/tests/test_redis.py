@@ -33,7 +33,7 @@ def test_existence_of_many_keys_is_one_command(server, tier):
     assert called - {"# Commandstats", "cmdstat_config|resetstat:calls=1"} == {"cmdstat_mget:calls=1"}
 
 
-def test_what_is_replaced_leaves_nothing(server, tier, open_tier):
+def test_a_replaced_frame_leaves_nothing_behind(server, tier, open_tier):
     other = open_tier(server)
     for seed in (1, 2, 0):
         write(tier, ONE, TWO, seed=seed)
@@ -42,7 +42,7 @@ def test_what_is_replaced_leaves_nothing(server, tier, open_tier):
     assert (len(manifests(server)), len(parts(server))) == (3, 3 * PARTS)
 
 
-def test_what_is_deleted_leaves_nothing(server, tier):
+def test_a_deleted_frame_leaves_nothing_behind(server, tier):
     write(tier, *KEYS)
     tier.delete(KEYS)
     assert names(server) == ["kvtier:namespaces"]
@@ -116,7 +116,7 @@ def test_tiers_with_other_prefixes_share_nothing(server, tier, open_tier):
     assert read(other, ONE) == ["miss"]
 
 
-def test_the_namespaces_of_others_are_told(server, tier, open_tier):
+def test_the_namespaces_of_others_are_reported(server, tier, open_tier):
     other = open_tier(server, namespace=make_namespace("large"))
     again = open_tier(server, namespace=make_namespace("large"))
     assert list(tier.namespaces()) == [make_namespace("large")]
@@ -124,7 +124,7 @@ def test_the_namespaces_of_others_are_told(server, tier, open_tier):
 
 
 @pytest.mark.parametrize("facts", ["", "{}", "[]", "null", "{", "[" * 100_000, '{"a": 1}', b"\xff"])
-def test_what_somebody_else_wrote_there_is_passed_over(server, tier, facts):
+def test_foreign_values_are_passed_over(server, tier, facts):
     server.ask("HSET", "kvtier:namespaces", "x", facts)
     assert make_namespace() not in list(tier.namespaces())
 

@@ -168,7 +168,7 @@ def test_a_frame_that_cannot_fit(server, open_tier):
     assert (taken(server), ledger(server), parts(server)) == (0, [], [])
 
 
-def test_what_a_killed_engine_left_goes_with_the_oldest(server, open_tier):
+def test_remains_of_a_killed_engine_leave_with_the_oldest(server, open_tier):
     """It had entered frames, counted them and stored parts of them, when it was killed."""
     client = Client(RedisConfig(url=server.url))
     dead = Account(client, Names("kvtier"), CAPACITY)

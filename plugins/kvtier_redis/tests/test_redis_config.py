@@ -63,7 +63,7 @@ def test_everything_at_once(tmp_path):
         ("ttl: 10ms", "ttl", "frames must live for at least a second"),
     ],
 )
-def test_what_is_refused(tmp_path, written, path, why):
+def test_refused_settings(tmp_path, written, path, why):
     with pytest.raises(ConfigError) as refused:
         load(tmp_path, written)
     (problem,) = refused.value.problems

@@ -49,7 +49,7 @@ def fsck(*options):
     return main(["fsck", "redis", "--config", "kvtier.yaml", *options])
 
 
-def test_everything_is_told(spoiled, capsys):
+def test_everything_is_reported(spoiled, capsys):
     before = names(spoiled)
     assert fsck() == 1
     out = capsys.readouterr().out

@@ -153,7 +153,7 @@ def test_garbage_for_writes(meet, garbage):
         "ERR something else",
     ],
 )
-def test_an_error_of_the_server_is_told(meet, told):
+def test_an_error_of_the_server_is_reported(meet, told):
     answer = f"-{told}\r\n".encode()
     for call in (lambda tier: tier.contains([ONE]), lambda tier: read(tier, ONE), lambda tier: write(tier, ONE)):
         with pytest.raises(BackendError, match=told.split()[0]):

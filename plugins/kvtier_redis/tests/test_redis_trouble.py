@@ -50,7 +50,7 @@ def test_a_server_that_hangs(own_server, open_tier, call, capacity):
     works(tier)
 
 
-def test_what_a_server_answers_too_late_is_not_the_next_answer(own_server, open_tier):
+def test_a_late_answer_is_not_taken_for_the_next(own_server, open_tier):
     tier = open_tier(own_server, timeout=1)
     write(tier, ONE)
     with own_server.stopped(), pytest.raises(BackendError):

@@ -175,12 +175,12 @@ def test_frames_come_back_over_tls(tls_server, certificate, open_s3):
         assert same([view[: len(frame)] for view, frame in zip(views, frames, strict=True)], frames)
 
 
-def test_a_certificate_of_somebody_else_is_refused(tls_server, open_s3):
+def test_a_certificate_of_another_host_is_refused(tls_server, open_s3):
     with pytest.raises(BackendError, match="certificate is not trusted"):
         open_s3(endpoint=tls_server.url)
 
 
-def test_what_is_no_certificate_is_told(tls_server, open_s3, tmp_path):
+def test_an_invalid_certificate_is_reported(tls_server, open_s3, tmp_path):
     for ca in (tmp_path / "nothing.pem", tmp_path / "empty.pem"):
         (tmp_path / "empty.pem").write_text("empty")
         with pytest.raises(BackendError, match=ca.name):

@@ -58,7 +58,7 @@ def test_the_oldest_frames_leave_first(open_s3, bucket, config):
     assert all(engine.contains(new[:8])) and all(engine.contains(old[10:]))
 
 
-def test_what_replaces_or_repeats_a_frame_takes_what_it_adds(open_s3, bucket, config):
+def test_a_replaced_frame_takes_only_the_difference(open_s3, bucket, config):
     engine, keys = open_s3(capacity=CAPACITY), make_keys(3)
     write(engine, keys)
     write(engine, keys)
@@ -69,7 +69,7 @@ def test_what_replaces_or_repeats_a_frame_takes_what_it_adds(open_s3, bucket, co
     assert counted(bucket, config) == held(bucket, config) == 2 * NBYTES
 
 
-def test_what_was_not_written_is_not_counted(s3_server, open_s3, bucket, config):
+def test_frames_that_were_not_written_are_not_counted(s3_server, open_s3, bucket, config):
     engine, keys = open_s3(capacity=CAPACITY), make_keys(3)
     with s3_server.failing(keys[1].hex(), 403, "AccessDenied"):
         engine.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])

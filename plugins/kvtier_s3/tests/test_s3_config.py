@@ -47,7 +47,7 @@ def connected(config):
         ({"requests": 10_000}, "requests"),
     ],
 )
-def test_what_cannot_be_is_refused(setting, why):
+def test_impossible_settings_are_refused(setting, why):
     with pytest.raises(ValueError, match=why) as raised:
         S3Config(**{"bucket": "bucket", **setting})
     assert "user:word" not in str(raised.value)

@@ -42,7 +42,7 @@ def counts(out):
     return {row[0]: int(row[1]) for row in rows}
 
 
-def test_everything_is_told(file, capsys, bucket, names):
+def test_everything_is_reported(file, capsys, bucket, names):
     assert main(["fsck", "s3", "--config", file]) == 1
     out = capsys.readouterr().out
     assert counts(out) == {"whole": 1, "torn": 1, "incompatible": 0, "foreign": 1, "orphaned": 1, "unreadable": 0}
@@ -72,7 +72,7 @@ def test_repair_leaves_what_is_whole_and_what_is_not_ours(file, capsys, bucket, 
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_what_others_remove_or_replace_meanwhile_is_gone(config, bucket, names, open_s3, replaced):
+def test_entries_that_others_remove_or_replace_are_gone(config, bucket, names, open_s3, replaced):
     """And is not removed: nobody has looked at what lies there now."""
     open_s3().write([WHOLE], [make_frame(WHOLE, nbytes=NBYTES)])
     newer, name = make_frame(WHOLE, nbytes=NBYTES, seed=1), names.frame(WHOLE)

@@ -56,7 +56,7 @@ def test_many_objects_are_listed_each_once(backend, bucket, config, monkeypatch)
     assert sorted(each.name for each in many) == sorted(each.name for each in few)
 
 
-def test_the_facts_of_other_namespaces_are_told(open_s3):
+def test_the_facts_of_other_namespaces_are_reported(open_s3):
     theirs = make_namespace("theirs")
     open_s3(namespace=theirs)
     assert list(open_s3().namespaces()) == [theirs]
@@ -67,7 +67,7 @@ def test_a_new_frame_costs_one_request(backend, asked):
     assert asked() == ["PUT if-none-match"]
 
 
-def test_what_another_engine_has_stored_is_not_replaced(open_s3, bucket, name, asked):
+def test_a_frame_of_another_engine_is_not_replaced(open_s3, bucket, name, asked):
     """It is compared by its length and by its header, which has the checksum of the payload."""
     ours, theirs = open_s3(), open_s3()
     theirs.write([KEY], [SMALL])
@@ -107,7 +107,7 @@ def test_where_etags_are_no_digests_the_header_decides(backend, asked, monkeypat
 
 
 @pytest.mark.parametrize("frame", [SMALL, LONG], ids=["small", "in parts"])
-def test_what_looks_as_it_should_is_replaced_after_a_quarantine_and_only_then(backend, asked, frame):
+def test_an_intact_looking_frame_is_replaced_only_after_a_quarantine(backend, asked, frame):
     """Only who reads all of a frame knows that it is damaged."""
 
     def sent():
@@ -161,7 +161,7 @@ def test_an_upload_that_the_store_refuses_while_it_answers_well(backend, s3_serv
         backend.write([KEY], [LONG])
 
 
-def test_what_is_replaced_while_it_is_read_is_a_miss(backend, bucket, name, monkeypatch):
+def test_a_frame_replaced_during_its_read_is_a_miss(backend, bucket, name, monkeypatch):
     backend.write([KEY], [LONG])
     newer, get = make_frame(KEY, nbytes=len(LONG), seed=1), Bucket.get
 

@@ -88,7 +88,7 @@ def test_one_key_that_fails_fails_itself(s3_server, backend, status, code):
 
 
 @pytest.mark.parametrize("status, code", [(503, "SlowDown"), (500, "InternalError"), (429, "TooManyRequests")])
-def test_what_passes_soon_is_not_even_told(s3_server, backend, status, code):
+def test_short_trouble_is_not_reported(s3_server, backend, status, code):
     with s3_server.failing("PUT", status, code, times=3):
         assert backend.write(KEYS, FRAMES) is None
     with s3_server.failing("GET", status, code, times=3):
@@ -115,7 +115,7 @@ def test_a_store_that_throttles_every_key_fails_as_a_whole(s3_server, backend, s
         (301, "PermanentRedirect", "set `region`"),
     ],
 )
-def test_what_every_key_meets_is_raised_in_plain_words(s3_server, backend, status, code, why):
+def test_an_error_of_every_key_is_raised_in_plain_words(s3_server, backend, status, code, why):
     with s3_server.failing("PUT|GET", status, code):
         for call in (lambda: backend.write(KEYS, FRAMES), lambda: read(backend)):
             with pytest.raises(BackendError, match=re.escape(why)) as raised:
@@ -133,12 +133,12 @@ def test_a_full_store_is_full_and_can_be_read(s3_server, backend, status, code):
         assert read(backend, [GOOD]) == [NBYTES]
 
 
-def test_a_bucket_that_is_not_there_is_told_at_once(open_s3):
+def test_a_bucket_that_is_not_there_is_reported_at_once(open_s3):
     with pytest.raises(BackendError, match=r"s3://nowhere-at-all: 404 NoSuchBucket: there is no such bucket"):
         open_s3(bucket="nowhere-at-all")
 
 
-def test_a_bucket_that_may_not_be_used_is_told_at_once(s3_server, open_s3):
+def test_a_bucket_that_may_not_be_used_is_reported_at_once(s3_server, open_s3):
     with s3_server.failing(f"GET /{BUCKET}", 403), pytest.raises(BackendError, match="may not do this"):
         open_s3()
 
@@ -160,7 +160,7 @@ def test_no_secret_is_shown(backend, config):
     assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in shown and ENVIRONMENT["AWS_ACCESS_KEY_ID"] not in shown
 
 
-def test_what_is_read_while_others_delete_is_whole_or_a_miss(open_s3):
+def test_a_frame_read_during_deletes_is_whole_or_a_miss(open_s3):
     ours, theirs = open_s3(), open_s3()
     ours.write(KEYS, FRAMES)
     theirs.delete([BAD])
