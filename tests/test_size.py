@@ -16,12 +16,12 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        7066,  # aim: 5700
+        7078,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (3479, [f"{CORE}/server"]),
-    "core": (35997, [CORE]),  # aim: 25500, without the server
+    "server": (3483, [f"{CORE}/server"]),
+    "core": (36001, [CORE]),  # aim: 25500, without the server
     "testing kit": (4563, [f"{CORE}/testing"]),
     "plugins": (8869, ["plugins/*/kvtier_*"]),
 }

@@ -145,6 +145,13 @@ def connect(path: Path) -> Connection:
         raise ProtocolError(getattr(error, "strerror", None) or str(error)) from error
 
 
+def wait_for_end(descriptor: int) -> None:
+    """Return when one side has closed the connection with this descriptor."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    poll.poll()
+
+
 def credentials(sock: socket.socket) -> tuple[int, int, int]:
     """Process, user and group at the other end, as the kernel knows them."""
     return _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

@@ -6,7 +6,6 @@ import contextlib
 import json
 import mmap
 import os
-import select
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import AllocatorBackend, ArenaConfig, JobResult, Mover, OpenContext, PagedKVCache, PageList
-from kvtier_core.server.connection import Connection, connect
+from kvtier_core.server.connection import Connection, connect, wait_for_end
 from kvtier_core.server.kept import user_locks
 from kvtier_core.server.protocol import CALLS, DONE, Header, ProtocolError, ServedArena, encode, reason, result
 from kvtier_core.transfer import movers
@@ -171,9 +170,7 @@ class ServedMover(Mover):
 
     def _watch(self, end: int) -> None:
         """Wait until one side has closed the connection, of which ``end`` is a descriptor."""
-        poll = select.poll()
-        poll.register(end, 0)
-        poll.poll()
+        wait_for_end(end)
         os.close(end)
         self._lost = True
         self._unlock_if_lost()
