@@ -245,7 +245,7 @@ def _facts(
         return Namespace.of(
             {
                 **namespace.facts_before_start(config, weights.fact),
-                **settings.after_start(config),
+                **settings.of_configuration(config, started=True),
                 **namespace.facts_of_code(config, asked),
                 **layout.facts_of_caches(config, kv_cache_config, current_platform.device_type),
                 **_facts_of_chunks(chunks),

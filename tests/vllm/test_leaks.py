@@ -18,6 +18,7 @@ from faulty_backend import Fault, FaultyBackend, now_and_then
 from sizes import LONG, some
 from test_serving import NOISE
 
+from kvtier_core.engine.messages import WorkerProgress
 from kvtier_core.engine.status import page
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.host_mover import HostMover
@@ -162,7 +163,8 @@ def must_be_at_rest(soak: Soak) -> tuple[dict[str, int], int]:
     side, worker = soak.engine.connector.side, get_kv_transfer_group().side
     assert side is not None and not side._self_test.failure
     assert not side._loads._planned and not side.manager.pins_by_holder() and not side.manager.jobs
-    assert not (worker._jobs or worker._begun or worker._failed or worker._ended or worker._checksums)
+    assert not (worker._jobs or worker._begun or worker._failed or worker._ended)
+    assert worker._report == WorkerProgress()
     for arena in side.manager._arenas:
         assert arena.free + len(arena.index) == arena.memory.slots and not arena.reserved
         assert arena.index.resident.used == len(arena.index) * arena.memory.slot_nbytes

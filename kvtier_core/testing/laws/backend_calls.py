@@ -214,7 +214,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
                 found = read(backend, key, self.layout.frame_nbytes)
                 assert same(found, self.frame(key)), f"a frame {what} is lost or another one"
 
-    def test_what_cannot_be_read_is_its_keys_alone(self, tmp_path: Path):
+    def test_a_frame_that_cannot_be_read_fails_alone(self, tmp_path: Path):
         """A frame that cannot be read fails alone in its batch, and the next write replaces it.
 
         Otherwise one bad sector would make the whole tier count as broken, and not be called for a while.

@@ -143,10 +143,9 @@ class StoreLaws(Laws[Config]):
         """
         if not resources.READABLE:
             pytest.skip("what a process holds is read from /proc, which is not there")
-        files = self._live(tmp_path)  # what is started once and for all is started now
+        files = set().union(*(self._live(tmp_path) for _ in range(_LIVES)))  # pools of a library fill up now
         before = Resources.now()
-        for _ in range(_LIVES):
-            files |= self._live(tmp_path)
+        files = files.union(*(self._live(tmp_path) for _ in range(_LIVES)))
         left = before.since()
         assert not left, f"after {_LIVES} times open, use and close there is more than before: {', '.join(left)}"
         left = sorted(filter(os.path.isfile, files))

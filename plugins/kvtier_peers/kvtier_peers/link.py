@@ -45,7 +45,7 @@ MOST_KEYS = 1024
 _FOLLOW, _READ = 1, 2
 
 VERSION = 2  #: of this protocol
-#: Every node shows a frame of this key, of zeros, by which others see how fast it answers. No chunk has that key.
+#: A node that shows no frame of this key answers with zeros, for others to measure how fast it is.
 TRIED, TRIED_NBYTES = ChunkKey(bytes(KEY_NBYTES)), 16 << 20
 
 _GREETING = b"kvtier peers %d\r\n" % VERSION

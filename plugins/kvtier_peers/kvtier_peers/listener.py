@@ -175,10 +175,8 @@ class Listener:
         return [key for sealed in self._of(namespace) for key in list(sealed)]
 
     def _find(self, namespace: bytes, key: ChunkKey) -> memoryview | None:
-        if key == TRIED:
-            return _ZEROS
         found = (sealed.get(key) for sealed in self._of(namespace))
-        return next((frame for frame in found if frame is not None), None)
+        return next((frame for frame in found if frame is not None), _ZEROS if key == TRIED else None)
 
     def _of(self, namespace: bytes) -> list[Sealed]:
         return [sealed for each, sealed in self.tables if each == namespace]
