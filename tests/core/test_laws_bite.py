@@ -496,7 +496,7 @@ def test_a_law_of_ones_own_is_welcome():
 
 
 def test_an_excuse_needs_a_law_and_a_reason():
-    with pytest.raises(TypeError, match="Mine excuses test_of_nothing, which is not a law; have: test_a_killed"):
+    with pytest.raises(TypeError, match="Mine excuses test_of_nothing, which is not a law; have: test_a_frame"):
 
         class Mine(BackendLaws):
             excused: ClassVar = {"test_of_nothing": "it is not there"}
