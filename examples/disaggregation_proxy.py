@@ -53,8 +53,8 @@ def proxy(prefiller: str, decoder: str) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def connected(app: FastAPI) -> AsyncIterator[None]:
-        # A server that closes an idle connection may do so just when it is used again, and the request fails.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        # An idle connection is closed here before the server does so, after 5 s, perhaps just when it is used again.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=1)
         async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as app.state.client:
             yield
 
