@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
 import pytest
 
-from kvtier_core.cli import main
+from kvtier_core.cli import host_files, main
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/hosts"
@@ -69,6 +70,16 @@ def test_errors_in_the_stack_are_reported_at_their_place_in_the_file(example, ca
 def test_a_setting_that_means_nothing_for_a_host_is_refused(example, capsys):
     (told,) = problems(capsys, inline(example, chunk_tokens=16))
     assert told.endswith("$.chunk_tokens: it is of no use where the host moves the pages; remove it")
+
+
+def test_every_class_for_a_host_is_known():
+    ours = {
+        node.name: f"kvtier_core.hosts.{file.stem}"
+        for file in (ROOT / "kvtier_core/hosts").glob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name.startswith("KVTier")
+    }
+    assert ours == {name: module for name, (_, module) in host_files._CLASSES.items()}
 
 
 @pytest.mark.parametrize("key", ["module_path", "config"])
