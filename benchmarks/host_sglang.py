@@ -85,7 +85,7 @@ class _Backend(Side):
     def before_store(self) -> None:
         super().before_store()
         self._keys = _keys(self.number, PAGES)
-        os.sync()  # else it waits for what was written before
+        os.sync()  # otherwise the store would wait for what was written before it
 
     def store(self) -> None:
         self._store(self._keys)

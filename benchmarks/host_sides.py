@@ -39,7 +39,7 @@ class Side(abc.ABC):
         """Where the store has memory of its own, other pages are there."""
 
     def before_look(self) -> None:
-        """Nothing."""
+        """A look needs no preparation."""
 
     @abc.abstractmethod
     def store(self) -> None: ...

@@ -32,7 +32,7 @@ OTHERS = {
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    """What is below vLLM's memory, and LMCache's and SGLang's if they are there."""
+    """The tables of vLLM's stores, and of LMCache's and SGLang's if they are installed."""
     progress(f"hosts: {PAGES} pages of {Nbytes(PAGE)}, {ROUNDS} rounds")
     with scratch(folder) as place, _kvtier(place / "kvtier") as ours, _fs(place / "fs") as theirs:
         says = "Both with O_DIRECT where the filesystem has it. A store ends with its last file."

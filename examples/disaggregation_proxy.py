@@ -2,8 +2,8 @@
 
     python examples/disaggregation_proxy.py --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002 --port 8000
 
-Both servers run kvtier with a tier that they share (docs/disaggregation.md). The words between them are those of
-vLLM's NIXL connector. A prompt that the first server could not compute is computed by the second.
+Both servers run kvtier with a tier that they share (docs/disaggregation.md). The `kv_transfer_params` are those
+of vLLM's NIXL connector. A prompt that the first server could not compute is computed by the second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def forwarded(request: Request) -> dict[str, str]:
 
 
 async def prefill(client: httpx.AsyncClient, url: str, asked: dict[str, Any], headers: dict[str, str]) -> dict | None:
-    """Have a prompt computed. What the server that decodes must be told; None if that has to compute it."""
+    """Have a prompt computed. Returns parameters for the server that decodes; None if that has to compute it."""
     prompt = {name: value for name, value in asked.items() if name not in ("stream_options", "min_tokens")}
     prompt |= {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL}
     try:
@@ -64,8 +64,8 @@ def proxy(prefiller: str, decoder: str) -> FastAPI:
     async def complete(request: Request) -> Response:
         client, headers = request.app.state.client, forwarded(request)
         asked = await request.json()
-        words = await prefill(client, f"{prefiller}/v1/completions", asked, headers)
-        asked = {**asked, "kv_transfer_params": words}
+        params = await prefill(client, f"{prefiller}/v1/completions", asked, headers)
+        asked = {**asked, "kv_transfer_params": params}
         sent = client.build_request("POST", f"{decoder}/v1/completions", json=asked, headers=headers)
         try:
             response = await client.send(sent, stream=True)

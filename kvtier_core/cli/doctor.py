@@ -189,7 +189,7 @@ def _settings(tier: OpenedTier) -> tuple[str, ...]:
 
 
 def _tried_peers(tier: OpenedTier) -> Diagnosis:
-    """Who answers, and how fast. Nothing can be written, and none has a frame of this namespace."""
+    """Which peers answer, and how fast. Nothing can be written to them, and none has a frame of this namespace."""
     time.sleep(_MEETING)
     return Diagnosis(tier.tier.name, settings=_settings(tier))
 

@@ -18,7 +18,7 @@ _CLASSES = {
 
 
 def stack_in(file: str) -> StackConfig:
-    """The stack that a file describes, or the file that is named there. Raises ConfigError with every problem found."""
+    """The stack that a file describes, or a file that is named in it. Raises ConfigError with every problem found."""
     collector, registry = ProblemCollector(), Registry.discover()
     root = yaml_nodes.from_file(file, collector)
     with collector:

@@ -135,11 +135,11 @@ class SupportsNamespaces(Protocol):
 
 @runtime_checkable
 class SupportsTrial(Protocol):
-    """A backend of several nodes, each of which can be tried."""
+    """A backend that can try each of the nodes that it reads from."""
 
     @abc.abstractmethod
     def trial(self) -> Mapping[str, str]:
-        """For people: how fast each node that is there answers. Waits for them; for `kvtier doctor`."""
+        """By node, for people: whether it answers, and how fast. Waits for the nodes; `kvtier doctor` calls it."""
 
 
 @runtime_checkable

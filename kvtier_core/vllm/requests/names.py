@@ -24,7 +24,7 @@ class CachedNames:
     """
 
     def __init__(self, generation: int = _GENERATION) -> None:
-        self._enough = generation
+        self._generation = generation
         self._younger: dict[_Name, str | None] = {}
         self._older: dict[_Name, str | None] = {}
         self._encoded: dict[str, str | None] = {}  # what the encoder's outputs that are cached now were made from
@@ -72,7 +72,7 @@ class CachedNames:
     def _note(self, name: _Name, content: str | None) -> None:
         known = self._younger.get(name, self._older.get(name, content))
         self._younger[name] = content if known == content else None
-        if len(self._younger) >= self._enough:
+        if len(self._younger) >= self._generation:
             self._older, self._younger = self._younger, {}
 
     def _is_certain(self, name: _Name, content: str) -> bool:
