@@ -18,6 +18,7 @@ from kvtier_gds.config import GdsConfig
 BROKEN = """
     import attrs
     from typing import ClassVar
+    from kvtier_core.errors import BackendError
     from kvtier_core.hookspecs import hookimpl
     from kvtier_core.interfaces import Backend, BackendConfig, Serializer, SerializerConfig
 
@@ -28,7 +29,7 @@ BROKEN = """
             return FirstByte()
 
     class FirstByte(Backend):
-        "Names frames by the first byte of their keys."
+        "Names frames by the first byte of their keys, and refuses those of 1 MiB."
         def __init__(self):
             self.frames = {}
         def contains(self, keys):
@@ -42,7 +43,11 @@ BROKEN = """
             view[: len(frame)] = frame
             return len(frame)
         def write(self, keys, frames):
-            self.frames.update((key[0], bytes(frame)) for key, frame in zip(keys, frames))
+            return [self.put(key, frame) for key, frame in zip(keys, frames)]
+        def put(self, key, frame):
+            if len(frame) >= 1 << 20:
+                return BackendError("too long")
+            self.frames[key[0]] = bytes(frame)
         def delete(self, keys):
             for key in keys:
                 self.frames.pop(key[0], None)
@@ -158,6 +163,7 @@ def test_a_tier_that_breaks_laws_is_told_which_and_what_follows(file, tmp_path, 
     why = "test_bytes_read_are_bytes_written=known: see our tracker"
     assert main(["conform", "firstbyte", "--config", str(file), "--junit", str(junit), "--excuse", why]) == 1
     told = capsys.readouterr().out
+    assert "writes 0.00 GB/s, reads back 0.00 GB/s" in told
     assert "broken: test_keys_are_any_32_bytes\n" in told
     assert "Otherwise two prompts would share one frame" in " ".join(told.split())
     assert "python -m pydoc kvtier_core.interfaces.store_tier" in " ".join(told.split())

@@ -8,6 +8,7 @@ room for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import statistics
 import time
@@ -30,7 +31,7 @@ from kvtier_core.testing.laws.backends import BackendLaws
 from kvtier_core.testing.laws.base import Laws, laws_of
 from kvtier_core.testing.laws.serializers import SerializerLaws
 from kvtier_core.testing.laws.shared_backends import SharedBackendLaws
-from kvtier_core.testing.laws.shared_processes import store
+from kvtier_core.testing.laws.shared_processes import store, write
 from kvtier_core.testing.samples import make_context, make_frame, make_key, make_keys, make_layout
 from kvtier_core.types import ChunkKey, Namespace, Nbytes
 
@@ -108,18 +109,17 @@ def survives(tier: StoreTierConfig) -> bool:
 def throughput(tier: StoreTierConfig) -> dict[str, float]:
     """GB/s of ``write`` and ``read``, and milliseconds of ``contains`` for an absent key. Raises BackendError.
 
-    Medians of a few rounds, with the tier's number of threads. Each frame is read just after it was written, so the
-    store may still have it in memory.
+    Medians of a few rounds, with the tier's number of threads. Frames that are refused or not found do not count. Each
+    frame is read just after it was written, so the store may still have it in memory.
     """
     keys = make_keys(_FRAMES)
     frames = [make_frame(key, _FRAME_NBYTES) for key in keys]
     into = [memoryview(bytearray(_FRAME_NBYTES)) for _ in keys]
 
-    def rate(call: Callable[[Sequence[ChunkKey], Sequence[memoryview]], object], views: list[memoryview]) -> float:
+    def rate(call: Callable[[list[ChunkKey], list[memoryview]], Sequence], views: list[memoryview]) -> float:
         begin = time.perf_counter()
-        for done in [threads.submit(call, [key], [view]) for key, view in zip(keys, views, strict=True)]:
-            done.result()
-        return _FRAMES * _FRAME_NBYTES / (time.perf_counter() - begin) / 1e9
+        moved = threads.map(lambda key, view: call([key], [view])[0] in (None, _FRAME_NBYTES), keys, views)
+        return sum(moved) * _FRAME_NBYTES / (time.perf_counter() - begin) / 1e9
 
     def milliseconds() -> float:
         begin = time.perf_counter()
@@ -132,7 +132,8 @@ def throughput(tier: StoreTierConfig) -> dict[str, float]:
         ThreadPoolExecutor(tier.threads) as threads,
         contextlib.closing(config.open(attrs.evolve(ctx, layout=layout))) as backend,
     ):
-        rounds = [(rate(backend.write, frames), rate(backend.read, into), milliseconds()) for _ in range(_ROUNDS)]
+        writes = functools.partial(write, backend)
+        rounds = [(rate(writes, frames), rate(backend.read, into), milliseconds()) for _ in range(_ROUNDS)]
     return dict(zip(("write", "read", "contains"), map(statistics.median, zip(*rounds, strict=True)), strict=True))
 
 
