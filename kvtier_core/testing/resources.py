@@ -15,8 +15,8 @@ import attrs
 #: Whether any of this can be read here.
 READABLE = Path("/proc/self/task").is_dir() and Path("/proc/self/maps").is_file()
 
-#: Seconds for threads and child processes that were told to end.
-PATIENCE = 5.0
+#: Seconds for threads and child processes to end. Some pools end a thread when it was idle for ten (Rust's Tokio).
+PATIENCE = 15.0
 _SHARED_ANONYMOUS = "/dev/zero (deleted)"  # reserved by the kernel when it is mapped
 _SECTOR = 512  # in which `st_blocks` counts
 

@@ -79,8 +79,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str) -> Iterator[Server]:
-    """A server of the model with kvtier, ended as an operator ends it."""
+def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str, core: int = 0) -> Iterator[Server]:
+    """A server of the model with kvtier, ended as an operator ends it. Its worker computes on one core.
+
+    Two that run at once need two cores: while one waits for KV its worker polls with `sched_yield`, and Linux 6.18 was
+    seen to run it alone for 20 s, although the other one's worker on the same core could run.
+    """
     _call_it_vllm(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -96,6 +100,7 @@ def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str) 
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
         "VLLM_SERVER_DEV_MODE": "1",
         "XDG_RUNTIME_DIR": str(folder),
         "TORCHDYNAMO_DISABLE": "1",

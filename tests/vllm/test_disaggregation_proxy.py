@@ -35,7 +35,8 @@ def servers(model, with_words, tmp_path):
     first = node()
     second = {**node(address_of(first)), "load_wait": "20s"}
     with contextlib.ExitStack() as open_now, ThreadPoolExecutor(2) as starting:
-        contexts = [serving(*each, *options) for each in zip(folders, (model, model), (first, second), strict=True)]
+        stacks = enumerate(zip(folders, (first, second), strict=True))
+        contexts = [serving(folder, model, stack, *options, core=core) for core, (folder, stack) in stacks]
         yield tuple(starting.map(open_now.enter_context, contexts))
 
 
