@@ -29,7 +29,7 @@ PREFILL = {
     "remote_port": None,
 }
 #: Seconds to connect, and seconds without a byte.
-TIMEOUT = httpx.Timeout(600, connect=5)
+TIMEOUT = httpx.Timeout(600, connect=10)
 
 
 def forwarded(request: Request) -> dict[str, str]:
@@ -53,8 +53,8 @@ def proxy(prefiller: str, decoder: str) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def connected(app: FastAPI) -> AsyncIterator[None]:
-        # An idle connection is closed here before the server does so, after 5 s, perhaps just when it is used again.
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=1)
+        # A connection for each request: servers close idle ones, perhaps just when one is used again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as app.state.client:
             yield
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 import httpx
-from conftest import MANY, Outcome
+from conftest import MANY, Answer, Outcome
 
 from kvtier_core.cli import engines
 
@@ -43,6 +43,11 @@ class Completion:
         """How many tokens of the prompt were not computed."""
         return (self.response["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
 
+    @property
+    def answer(self) -> Answer:
+        """The same as an engine of this process says it."""
+        return Answer(tuple(self.tokens), tuple(self.logprobs), self.cached)
+
 
 @attrs.define
 class Server:
@@ -50,6 +55,7 @@ class Server:
 
     client: httpx.Client
     status: Path  #: the socket of its engine
+    process: subprocess.Popen
     _known: int = 0  #: requests whose outcome was told before
 
     def complete(self, prompt: Sequence[int], **options: Any) -> Completion:
@@ -71,11 +77,20 @@ class Server:
         lines = [line.split() for line in self.get("/metrics").text.splitlines()]
         return sum(float(words[1]) for words in lines if words[0].partition("{")[0] == name)
 
+    def kill(self) -> None:
+        """End all of its processes at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
     def outcomes(self) -> list[Outcome]:
         """What became of each request since this was called last."""
+        fresh = self.outcomes_so_far()
+        self._known += len(fresh)
+        return fresh
+
+    def outcomes_so_far(self) -> list[Outcome]:
+        """The same, and `outcomes` will have them again."""
         told = engines.ask(self.status, {"requests": MANY})["found"]
-        fresh, self._known = told[self._known :], len(told)
-        return [Outcome.of(each) for each in fresh]
+        return [Outcome.of(each) for each in told[self._known :]]
 
 
 @contextlib.contextmanager
@@ -111,10 +126,10 @@ def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str, 
             command, env=environment, stdout=output, stderr=output, cwd=folder, start_new_session=True
         )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+        with client_of(port) as client:
             _wait(process, client, log)
             (status,) = folder.glob("kvtier/status-*.sock")
-            yield Server(client, status)
+            yield Server(client, status, process)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -122,6 +137,12 @@ def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str, 
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def client_of(port: int) -> httpx.Client:
+    """Each request has a connection of its own: servers close idle ones, perhaps just when one is used again."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=240, limits=limits, trust_env=False)
 
 
 def _wait(process: subprocess.Popen, client: httpx.Client, log: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import BLOCK, hit, prompt
-from http_server import Server, serving
+from conftest import BLOCK, Engine, hit, prompt
+from http_server import Server, client_of, serving
 from nodes import free_port
 from test_http import differs
 from test_peer_engines import address_of, node
@@ -21,26 +21,30 @@ from test_serving import NOISE
 
 PROXY = Path(__file__).parents[2] / "examples" / "disaggregation_proxy.py"
 PROMPTS = [prompt(seed, 530) for seed in range(170, 178)]
+#: Each of four chunks and some tokens.
+MANY = [prompt(seed, 266) for seed in range(1000, 1400)]
+LOAD_WAIT = 20  # seconds
 
 
-@pytest.fixture
-def servers(model, with_words, tmp_path):
-    """Two servers: the second reads the memory of the first."""
+@pytest.fixture(scope="module")
+def servers(model, with_words, tmp_path_factory):
+    """Two servers: the second reads the memory of the first. Either memory has room for all prompts."""
+    tmp_path = tmp_path_factory.mktemp("servers")
     options = ["--dtype", "float32", "--block-size", str(BLOCK), "--max-model-len", "2048", "--enforce-eager"]
     options += ["--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"]
     options += ["--tokenizer", with_words["tokenizer"]]
     folders = [tmp_path / name for name in ("prefill", "decode")]
     for folder in folders:
         folder.mkdir()
-    first = node()
-    second = {**node(address_of(first)), "load_wait": "20s"}
+    first = node(capacity="512MiB")
+    second = {**node(address_of(first), capacity="512MiB"), "load_wait": f"{LOAD_WAIT}s"}
     with contextlib.ExitStack() as open_now, ThreadPoolExecutor(2) as starting:
         stacks = enumerate(zip(folders, (first, second), strict=True))
         contexts = [serving(folder, model, stack, *options, core=core) for core, (folder, stack) in stacks]
         yield tuple(starting.map(open_now.enter_context, contexts))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def front(servers):
     """The proxy in front of them."""
     port = free_port()
@@ -49,7 +53,7 @@ def front(servers):
         [sys.executable, str(PROXY), "--prefill", urls[0], "--decode", urls[1], "--port", str(port)]
     )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False) as client:
+        with client_of(port) as client:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline and process.poll() is None:
                 try:
@@ -57,7 +61,7 @@ def front(servers):
                     break
                 except httpx.TransportError:
                     time.sleep(0.1)
-            yield Server(client, servers[1].status)
+            yield Server(client, servers[1].status, process)
     finally:
         process.terminate()
         process.wait(20)
@@ -68,7 +72,7 @@ def test_eight_prompts_at_once_are_computed_by_one_server_and_decoded_by_the_oth
     prefiller, decoder = servers
     with ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(front.complete, PROMPTS))
-    assert [each.tiers.get("peers") for each in decoder.outcomes()] == [512] * 8
+    assert decoder.outcomes() == [hit(530, peers=512)] * 8
     assert decoder.metric("vllm:external_prefix_cache_hits_total") == 8 * 512
     truths = [prefiller.complete(asked) for asked in PROMPTS]
     assert max(map(differs, answers, truths)) < NOISE
@@ -80,3 +84,45 @@ def test_eight_prompts_at_once_are_computed_by_one_server_and_decoded_by_the_oth
     tokens = [token for event in events for choice in json.loads(event)["choices"] for token in choice["token_ids"]]
     assert (len(events) > 1, tokens) == (True, truths[0].tokens)
     assert decoder.outcomes() == [hit(530, cpu=512)]
+
+
+@pytest.fixture(scope="module")
+def truths(model):
+    """The answers of an engine without kvtier to many prompts."""
+    with contextlib.closing(Engine(model, None, max_num_seqs=8)) as plain:
+        return dict(zip(map(tuple, MANY), plain.ask(*MANY), strict=True))
+
+
+def answered(front, truths, asked, meanwhile=lambda: None):
+    """Ask for all of these at once."""
+    with ThreadPoolExecutor(len(asked)) as clients:
+        answers = [clients.submit(front.complete, each) for each in asked]
+        meanwhile()
+    return max(answer.result().answer.differs(truths[tuple(each)]) for answer, each in zip(answers, asked, strict=True))
+
+
+@pytest.mark.more
+def test_two_hundred_prompts_at_once(servers, front, truths):
+    _, decoder = servers
+    asked = MANY[:200]
+    decoder.outcomes()
+    assert answered(front, truths, asked) < NOISE
+    assert decoder.outcomes() == [hit(266, peers=256)] * len(asked)
+
+
+@pytest.mark.more
+def test_a_first_server_that_is_killed_while_two_hundred_prompts_are_under_way(servers, front, truths):
+    """The last test: it is dead from then on."""
+    prefiller, decoder = servers
+    asked = MANY[200:]
+    decoder.outcomes()
+
+    def kill_after_fifty():
+        while len(decoder.outcomes_so_far()) < 50:
+            time.sleep(0.05)
+        prefiller.kill()
+
+    assert answered(front, truths, asked, kill_after_fifty) < NOISE
+    outcomes = decoder.outcomes()
+    assert len(outcomes) == len(asked)
+    assert max(each.waited for each in outcomes) < LOAD_WAIT + 1

@@ -22,9 +22,9 @@ from kvtier_peers.settings import Address
 ASKED, ANOTHER = prompt(140, 530), prompt(141, 530)
 
 
-def node(*peers, packing="off", patience="10s"):
+def node(*peers, packing="off", patience="10s", capacity="64MiB"):
     """The stack of a node; its address is that of its tier of peers."""
-    stack = cpu()
+    stack = cpu(capacity)
     stack["tiers"][0]["packing"] = packing
     tier = {"type": "peers", "listen": f"127.0.0.1:{free_port()}", "peers": list(peers), "patience": patience}
     return {**stack, "tiers": [*stack["tiers"], tier]}
