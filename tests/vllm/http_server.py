@@ -25,28 +25,16 @@ _FAREWELL = 40.0  # seconds for it to end
 
 
 @attrs.frozen
-class Completion:
-    """The answer to one prompt."""
+class Completion(Answer):
+    """The answer to one prompt over HTTP."""
 
     response: Mapping[str, Any]  #: as it came, from JSON
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.response["choices"][0]["token_ids"]
-
-    @property
-    def logprobs(self) -> list[float]:
-        return self.response["choices"][0]["logprobs"]["token_logprobs"]
-
-    @property
-    def cached(self) -> int:
-        """How many tokens of the prompt were not computed."""
-        return (self.response["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-
-    @property
-    def answer(self) -> Answer:
-        """The same as an engine of this process says it."""
-        return Answer(tuple(self.tokens), tuple(self.logprobs), self.cached)
+    @classmethod
+    def of(cls, response: Mapping[str, Any]) -> Completion:
+        choice, details = response["choices"][0], response["usage"]["prompt_tokens_details"] or {}
+        logprobs = choice["logprobs"]["token_logprobs"]
+        return cls(tuple(choice["token_ids"]), tuple(logprobs), details.get("cached_tokens") or 0, response)
 
 
 @attrs.define
@@ -61,7 +49,7 @@ class Server:
     def complete(self, prompt: Sequence[int], **options: Any) -> Completion:
         """A greedy completion of four tokens."""
         asked = {"prompt": list(prompt), "max_tokens": 4, "temperature": 0, "logprobs": 1, "return_token_ids": True}
-        return Completion(self.post("/v1/completions", json={**asked, **options}))
+        return Completion.of(self.post("/v1/completions", json={**asked, **options}))
 
     def post(self, path: str, **options: Any) -> dict[str, Any]:
         """What it answers to a request that it grants."""
@@ -139,10 +127,10 @@ def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str, 
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def client_of(port: int) -> httpx.Client:
+def client_of(port: int, *, timeout: float = 60) -> httpx.Client:
     """Each request has a connection of its own: servers close idle ones, perhaps just when one is used again."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=240, limits=limits, trust_env=False)
+    return httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits, trust_env=False)
 
 
 def _wait(process: subprocess.Popen, client: httpx.Client, log: Path) -> None:

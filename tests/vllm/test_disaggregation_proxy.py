@@ -10,19 +10,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import attrs
 import httpx
 import pytest
-from conftest import BLOCK, Engine, hit, prompt
-from http_server import Server, client_of, serving
+from conftest import BLOCK, Answer, Engine, hit, prompt
+from http_server import client_of, serving
 from nodes import free_port
-from test_http import differs
 from test_peer_engines import address_of, node
 from test_serving import NOISE
 
 PROXY = Path(__file__).parents[2] / "examples" / "disaggregation_proxy.py"
 PROMPTS = [prompt(seed, 530) for seed in range(170, 178)]
 #: Each of four chunks and some tokens.
-MANY = [prompt(seed, 266) for seed in range(1000, 1400)]
+SHORT_PROMPTS = [prompt(seed, 266) for seed in range(1000, 1400)]
 LOAD_WAIT = 20  # seconds
 
 
@@ -46,14 +46,14 @@ def servers(model, with_words, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def front(servers):
-    """The proxy in front of them."""
+    """The second server, as clients reach it: through the proxy."""
     port = free_port()
     urls = [str(server.client.base_url).rstrip("/") for server in servers]
     process = subprocess.Popen(
         [sys.executable, str(PROXY), "--prefill", urls[0], "--decode", urls[1], "--port", str(port)]
     )
     try:
-        with client_of(port) as client:
+        with client_of(port, timeout=120) as client:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline and process.poll() is None:
                 try:
@@ -61,7 +61,7 @@ def front(servers):
                     break
                 except httpx.TransportError:
                     time.sleep(0.1)
-            yield Server(client, servers[1].status, process)
+            yield attrs.evolve(servers[1], client=client)
     finally:
         process.terminate()
         process.wait(20)
@@ -75,14 +75,14 @@ def test_eight_prompts_at_once_are_computed_by_one_server_and_decoded_by_the_oth
     assert decoder.outcomes() == [hit(530, peers=512)] * 8
     assert decoder.metric("vllm:external_prefix_cache_hits_total") == 8 * 512
     truths = [prefiller.complete(asked) for asked in PROMPTS]
-    assert max(map(differs, answers, truths)) < NOISE
+    assert max(map(Answer.differs, answers, truths)) < NOISE
 
     asked = {"prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0, "stream": True, "return_token_ids": True}
     with front.client.stream("POST", "/v1/completions", json=asked) as response:
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
     assert events.pop() == "[DONE]"
     tokens = [token for event in events for choice in json.loads(event)["choices"] for token in choice["token_ids"]]
-    assert (len(events) > 1, tokens) == (True, truths[0].tokens)
+    assert (len(events) > 1, tuple(tokens)) == (True, truths[0].tokens)
     assert decoder.outcomes() == [hit(530, cpu=512)]
 
 
@@ -90,21 +90,21 @@ def test_eight_prompts_at_once_are_computed_by_one_server_and_decoded_by_the_oth
 def truths(model):
     """The answers of an engine without kvtier to many prompts."""
     with contextlib.closing(Engine(model, None, max_num_seqs=8)) as plain:
-        return dict(zip(map(tuple, MANY), plain.ask(*MANY), strict=True))
+        return dict(zip(map(tuple, SHORT_PROMPTS), plain.ask(*SHORT_PROMPTS), strict=True))
 
 
 def answered(front, truths, asked, meanwhile=lambda: None):
-    """Ask for all of these at once."""
+    """Ask for all of these at once. Returns by how much an answer differs from its truth, at most."""
     with ThreadPoolExecutor(len(asked)) as clients:
         answers = [clients.submit(front.complete, each) for each in asked]
         meanwhile()
-    return max(answer.result().answer.differs(truths[tuple(each)]) for answer, each in zip(answers, asked, strict=True))
+    return max(answer.result().differs(truths[tuple(each)]) for answer, each in zip(answers, asked, strict=True))
 
 
 @pytest.mark.more
 def test_two_hundred_prompts_at_once(servers, front, truths):
     _, decoder = servers
-    asked = MANY[:200]
+    asked = SHORT_PROMPTS[:200]
     decoder.outcomes()
     assert answered(front, truths, asked) < NOISE
     assert decoder.outcomes() == [hit(266, peers=256)] * len(asked)
@@ -112,9 +112,9 @@ def test_two_hundred_prompts_at_once(servers, front, truths):
 
 @pytest.mark.more
 def test_a_first_server_that_is_killed_while_two_hundred_prompts_are_under_way(servers, front, truths):
-    """The last test: it is dead from then on."""
+    """The last test of this file, for which that server must run."""
     prefiller, decoder = servers
-    asked = MANY[200:]
+    asked = SHORT_PROMPTS[200:]
     decoder.outcomes()
 
     def kill_after_fifty():

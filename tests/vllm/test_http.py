@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 from conftest import BLOCK, cpu, hit, miss, prompt
-from http_server import Completion, serving
+from http_server import serving
 from test_serving import NOISE
 
 FOUND = hit(530, cpu=512)
@@ -23,11 +23,6 @@ def server(model, with_words, tmp_path_factory):
         yield server
 
 
-def differs(one: Completion, other: Completion) -> float:
-    assert one.tokens == other.tokens
-    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
-
-
 def test_a_reset_of_the_engines_cache_leaves_ours(server):
     asked = prompt(300, 530)
     cold = server.complete(asked)
@@ -35,7 +30,7 @@ def test_a_reset_of_the_engines_cache_leaves_ours(server):
     warm = server.complete(asked)
     assert server.outcomes() == [NOT_FOUND, FOUND]
     assert (cold.cached, warm.cached) == (0, 512)
-    assert differs(cold, warm) < NOISE
+    assert cold.differs(warm) < NOISE
 
 
 def test_a_reset_of_external_caches_forgets_what_is_stored(server):
@@ -45,7 +40,7 @@ def test_a_reset_of_external_caches_forgets_what_is_stored(server):
     again = server.complete(asked)
     assert server.outcomes() == [NOT_FOUND, NOT_FOUND]
     assert (cold.cached, again.cached) == (0, 0)
-    assert differs(cold, again) == 0
+    assert cold.differs(again) == 0
 
 
 @pytest.mark.parametrize("level, then", [(0, FOUND), (1, NOT_FOUND)])
@@ -59,7 +54,7 @@ def test_sleep_and_wake(server, level, then):
     server.post("/reset_prefix_cache")
     again = server.complete(asked)
     assert server.outcomes() == [NOT_FOUND, then]
-    assert differs(cold, again) < NOISE
+    assert cold.differs(again) < NOISE
 
 
 @pytest.mark.parametrize(
@@ -75,7 +70,7 @@ def test_parameters_of_clients_change_no_answer(server, parameters):
     server.post("/reset_prefix_cache")
     warm = server.complete(asked, kv_transfer_params=parameters)
     assert server.outcomes() == [NOT_FOUND, FOUND]
-    assert differs(cold, warm) < NOISE
+    assert cold.differs(warm) < NOISE
     assert cold.response["kv_transfer_params"] is warm.response["kv_transfer_params"] is None
 
 
