@@ -29,7 +29,7 @@ PREFILL = {
     "remote_port": None,
 }
 #: Seconds to connect, and seconds without a byte.
-TIMEOUT = httpx.Timeout(600, connect=10)
+TIMEOUT = httpx.Timeout(600, connect=5)
 
 
 def forwarded(request: Request) -> dict[str, str]:
