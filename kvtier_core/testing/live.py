@@ -109,8 +109,8 @@ def survives(tier: StoreTierConfig) -> bool:
 def throughput(tier: StoreTierConfig) -> dict[str, float]:
     """GB/s of ``write`` and ``read``, and milliseconds of ``contains`` for an absent key. Raises BackendError.
 
-    Medians of a few rounds, with the tier's number of threads. Frames that are refused or not found do not count. Each
-    frame is read just after it was written, so the store may still have it in memory.
+    Medians of a few rounds, with the tier's number of threads. Only frames count of which a write returned None, and a
+    read the whole length. Each is read just after it was written, so the store may still have it in memory.
     """
     keys = make_keys(_FRAMES)
     frames = [make_frame(key, _FRAME_NBYTES) for key in keys]
