@@ -26,6 +26,7 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "0",
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # drafts by n-gram run in numba, whose number of threads becomes that of torch
     "VLLM_LOGGING_LEVEL": "INFO",
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # a fact of the namespace: as in the processes of fork_server
@@ -100,6 +101,7 @@ class Engine:
         kv_load_failure_policy: str = "recompute",
         **options: Any,
     ):
+        import torch
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -120,6 +122,7 @@ class Engine:
             "seed": 0,
         }
         defaults["kv_transfer_config"] = None if kvtier is None else transfer
+        assert torch.get_num_threads() == 1, "several add up in any order, and answers are compared to the last bit"
         self.llm = LLM(str(model), **{**defaults, **options})
         self.parameters: dict[str, Any] | None = None  #: kv_transfer_params of the last answer
         self._known = 0  # requests whose outcome was told before
