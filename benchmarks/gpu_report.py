@@ -21,7 +21,7 @@ import attrs
 from benchmarks.measure import Table
 
 ROOT = Path(__file__).parents[1]
-#: The last lines of a process that failed are told.
+#: So many of the last lines of both outputs of a process that failed are told.
 _SAID = 12
 
 
@@ -95,7 +95,7 @@ def run(
             continue
         ended = start(section.command, limit)
         tables, problems, others = _read(ended.out)
-        said = "\n".join([*others, *ended.said.splitlines()][-_SAID:])
+        said = "\n".join([*others[-_SAID:], *ended.said.splitlines()[-_SAID:]])
         if ended.code is None:
             problems.append(f"it was not done after {limit:.0f} s")
         elif ended.code:

@@ -121,10 +121,10 @@ class FakeCuda:
 
     # -- torch.cuda -----------------------------------------------------------------------------------------
 
-    def Stream(self, device=None):
+    def Stream(self, device=None, priority=0):
         number = next(self._asked) % self._most
         if number == len(self._made):
-            self._made.append(_Stream(self))
+            self._made.append(_Stream(self, priority))
         return self._made[number]
 
     def Event(self):
@@ -135,8 +135,9 @@ class FakeCuda:
 
 
 class _Stream:
-    def __init__(self, cuda):
+    def __init__(self, cuda, priority):
         self._cuda = cuda
+        self.priority = priority
         self.cuda_stream = cuda.c.fake_stream()
 
     @property

@@ -6,7 +6,6 @@ namespace {
 thread_local std::string last_problem;
 
 constexpr unsigned kThreads = 512;  // of a block of a kernel
-constexpr unsigned kBlocksOnDevice = 32;  // within the device memory: many for a moment
 
 constexpr ChecksumTables kTables = checksum_tables();
 

@@ -17,6 +17,10 @@ const void* kernels();
 // What they were compiled for, in nvcc's words; empty without.
 const char* architectures();
 
+// Of a kernel that copies or computes within the device memory: as many as run at once on a large GPU, so that it soon
+// makes room. An engine's short kernels wait for the last of its blocks.
+constexpr unsigned kBlocksOnDevice = 256;
+
 class Device {
  public:
   // False if there is none that can be used.
@@ -40,7 +44,7 @@ class Device {
   bool takes_batches() const { return takes_batches_; }
   void refuse_batches() { takes_batches_ = false; }
 
-  // Enqueues the kernel on `blocks` multiprocessors for some layers on the device, of at most `segments` a page.
+  // Enqueues the kernel in `blocks` blocks for some layers on the device, of at most `segments` a page.
   bool launch(unsigned blocks, const Batch& batch, const Shards& shards, const Layer* layers, uint32_t layer_count,
               uint32_t segments, bool to_slots, Stream stream) const;
   // The checksums of what lies on the device, in three steps on one stream: `count` sums of so many bytes each begin

@@ -3,9 +3,8 @@
 namespace kvtier {
 namespace {
 
-// To the host: few, but enough to fill the bus, so that the other multiprocessors stay with the engine. Within the
-// device memory: many for a moment.
-constexpr unsigned kBlocksOnBus = 16, kBlocksOnDevice = 32;
+// Few, but enough to fill the bus: the other multiprocessors stay with the engine.
+constexpr unsigned kBlocksOnBus = 16;
 // Over the bus one launch copies at most so much, or one page of each layer: 0.1 ms, then others may have their turn.
 constexpr uint64_t kMostOnBus = 4 << 20;
 // Halves, and shards in them, begin at multiples of this.

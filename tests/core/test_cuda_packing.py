@@ -18,7 +18,6 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import NO_BLOCK, JobResult
 from kvtier_core.packed_form import HEADER_NBYTES, PackedForm, packed_nbytes
 from kvtier_core.testing.samples import make_layout
-from kvtier_core.transfer import movers
 from kvtier_core.transfer.copier import Copier
 from kvtier_core.transfer.cuda.checksums import MOST_PACKED
 from kvtier_core.transfer.cuda.device_slots import DeviceSlots
@@ -434,28 +433,32 @@ def test_a_rank_without_layers_copies_nothing():
 # -- what is refused -----------------------------------------------------------------------------------
 
 
-def refused(cuda, together=1):
+def refused(cuda):
     with pytest.raises(BackendError) as caught:
-        Sides(LAYOUT, cuda, together=together)
+        Sides(LAYOUT, cuda)
     return str(caught.value)
 
 
-def test_shards_that_do_not_fit_both_ways_are_refused():
-    why = refused(FakeCuda(), together=0.9999)
-    assert why == "shards are too long to be packed: one does not fit into 45051B beside its packed form"
+def test_a_half_always_has_room_for_a_shard_in_both_forms():
+    sides = Sides(LAYOUT, FakeCuda(), together=0.5)
+    sides.mover.store(1, [CHUNK], [1])
+    assert sides.ended().ok
+    sides.close()
 
 
 def test_without_kernels_nothing_is_packed():
     cuda = FakeCuda()
     cuda.c.fake_code(0)
-    assert refused(cuda).startswith("nothing packs shards here: the GPU has no kernels: CUDA cannot load the kernels: ")
+    assert refused(cuda).startswith(
+        "set packing: off: the GPU has no kernels that pack: CUDA cannot load the kernels: "
+    )
 
 
 @pytest.mark.parametrize("after", range(3))
 def test_without_memory_for_it_nothing_is_packed(after):
     cuda = FakeCuda()
     cuda.fail("cuMemAlloc", after=after, times=1, result=2)
-    assert refused(cuda) == "the engine left too little memory to pack shards in"
+    assert refused(cuda) == "set packing: off: the engine left too little of the GPU's memory to pack shards in"
     assert (cuda.c.fake_allocations(), cuda.c.fake_locked_ranges()) == (0, 0)
 
 
@@ -463,7 +466,3 @@ def test_frames_in_the_memory_of_a_gpu_are_not_unpacked():
     cuda, cache = FakeCuda(), attrs.evolve(World(LAYOUT).kv_cache, device="cuda:0")
     with pytest.raises(BackendError, match="^nothing unpacks frames in the GPU's memory yet$"):
         DeviceSlots(cache, 2, device=cuda.device(), engine=cuda)
-
-
-def test_no_engine_on_a_gpu_packs_before_a_gpu_has_run_it():
-    assert "cuda" not in movers.PACKING_DEVICES

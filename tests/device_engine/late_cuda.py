@@ -24,8 +24,8 @@ class LateCuda(fake_cuda.FakeCuda):
         self._streams: list[fake_cuda._Stream | None] = [None]
         super().__init__(deferred=True, seed=seed, paths=libraries)
 
-    def Stream(self, device: object = None) -> fake_cuda._Stream:
-        self._streams.append(super().Stream(device))
+    def Stream(self, device: object = None, priority: int = 0) -> fake_cuda._Stream:
+        self._streams.append(super().Stream(device, priority))
         return self._streams[-1]
 
     def Event(self) -> LateEvent:

@@ -91,15 +91,9 @@ class GpuPages(PagedBuffer):
         return ctypes.string_at(here.data_ptr(), here.nbytes)
 
 
-class PackingArena(CpuConfig):
-    """That no engine on a GPU packs yet is no reason not to try."""
-
-    packs = (*CpuConfig.packs, "cuda")
-
-
 class TestCpuArenaOnGpu(ArenaLaws):
     def config(self, folder):
-        return PackingArena()
+        return CpuConfig()
 
     def paged_buffer(self, layout, blocks, rng, rank=0):
         return GpuPages(layout, blocks, rng, rank)
@@ -392,6 +386,22 @@ def test_stores_come_after_the_forward_and_before_the_next(method):
     mover.close()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_load_overtakes_kernels_that_the_engine_has_enqueued_after_its_mark(method):
+    layout = make_layout((64 << 10,) * 8, 16)
+    pages = GpuPages(layout, 16, random.Random(0), align=16)
+    mover = Slots(layout, 1).mover(pages.kv_cache(), method)
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    mark, computed = mover.mark(), torch.cuda.Event()
+    for _ in range(40):
+        matrix @ matrix
+    computed.record()
+    mover.load(1, [0], [[list(range(16))]], mark)
+    assert settle(mover, [1]) == {1: True}
+    assert not computed.query()
+    mover.close()
+
+
 def test_a_refused_copy_is_not_an_error_of_the_engine():
     """A failed registration once made the next launch of torch's raise."""
     device, memory = load().device(0), mmap.mmap(-1, 1 << 20)
@@ -460,8 +470,8 @@ def test_chunks_of_a_stack_come_back(model):
     movers[1].load(2, [slot.index for slot in pinned], held)
     assert settle(movers[1], [2]) == {2: True}
     manager.release("request")
-    for chunk in held:
-        assert shard_of(other, layout.parts[0], chunk) == shard_of(pages, layout.parts[0], chunk)
+    shard = layout.parts[0].shard_of(0)
+    assert [shard_of(other, shard, chunk) for chunk in held] == [shard_of(pages, shard, chunk) for chunk in held]
     for mover in movers:
         mover.close()
     manager.close()

@@ -48,6 +48,11 @@ def test_every_method_copies_over_the_driver(method, shape):
     test_on_gpu.test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, 16, 4 << 20)
 
 
+@pytest.mark.parametrize("model", test_on_gpu.MODELS)
+def test_chunks_of_a_stack_come_back_over_the_driver(model):
+    test_on_gpu.test_chunks_of_a_stack_come_back(model)
+
+
 @pytest.mark.parametrize("law", ["packed_shards_hold_their_pages", "pages_that_do_not_pack_leave_their_slot_unfilled"])
 def test_laws_of_packed_slots_over_the_driver(law, tmp_path):
     getattr(test_on_gpu.TestCpuArenaOnGpu(), f"test_{law}")(tmp_path)

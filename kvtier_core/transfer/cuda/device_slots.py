@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import attrs
@@ -14,7 +15,7 @@ from kvtier_core.layouts import Part
 from kvtier_core.transfer.cuda.autotune import Choice
 from kvtier_core.transfer.cuda.checksums import StoreChecksums, SumsMemory
 from kvtier_core.transfer.cuda.copier import Copier
-from kvtier_core.transfer.cuda.library import Device, Direction, Method, load
+from kvtier_core.transfer.cuda.library import Device, Direction, Method, load, new_stream
 from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
 from kvtier_core.transfer.page_lists import check_cache, layers_of
 
@@ -55,11 +56,11 @@ class DeviceSlots:
             self._nbytes = nbytes
             self._sums = SumsMemory(device)
             undo.callback(self._sums.close)
-            self._new_stream = lambda: engine.Stream(on)
+            self._new_stream = functools.partial(new_stream, engine, on)
             self._idle: list[Any] = []  # streams for checksums, one for each thread that computes them
             slots = ArenaSlots(address, count, nbytes, _OnDevice(address, address + count * nbytes))
             copiers = [self._copier(cache, part, slots, undo) for part in cache.layout.parts]
-            streams = [Direction(engine.Stream(on), engine.Stream(on)) for _ in range(2)]
+            streams = [Direction(self._new_stream(), self._new_stream()) for _ in range(2)]
             self.mover = DeviceMover(cache, slots, copiers, engine, *streams, undo.pop_all().close)
 
     def checksums(self, first: int, count: int, offset: int, nbytes: int) -> tuple[int, ...]:

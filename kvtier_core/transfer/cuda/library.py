@@ -210,6 +210,14 @@ class Direction:
     staging: Staging | None = None
 
 
+def new_stream(engine: Any, device: Any) -> Any:
+    """A new stream of torch's module ``engine``. Its kernels go before those that the engine has enqueued already.
+
+    At the same priority they may have to wait until a whole CUDA graph has ended: 67 ms were seen on an H100.
+    """
+    return engine.Stream(device, priority=-1)
+
+
 class NativePart:
     """The pages of one part of a chunk: its ``layers`` in the order of the shard.
 

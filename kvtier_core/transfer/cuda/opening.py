@@ -6,8 +6,8 @@ import contextlib
 import ctypes
 import functools
 import mmap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,18 +19,18 @@ from kvtier_core.transfer.cuda.autotune import Autotune, ScratchAutotune, decide
 from kvtier_core.transfer.cuda.checksums import StoreChecksums, SumsMemory
 from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.host_registration import PIECE_NBYTES, Pieces
-from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart, Staging, load
+from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart, Staging, load, new_stream
 from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
 from kvtier_core.transfer.page_lists import check_cache, layers_of
-from kvtier_core.types import Nbytes
 
 #: Copies of each direction are staged through two halves of this size: 128 MiB in all. A job is cut into slices of this
-#: size, so a token that the engine copies waits for at most one of them, 0.6 ms at 50 GB/s; and a slice keeps the bus
-#: busy fifty times as long as enqueuing it takes.
+#: size. Shorter ones are slower: while a long kernel of the engine runs, only the slices in both halves go on.
 HALF_NBYTES = 32 << 20
+_ALIGNMENT = 256  #: of shards in a half, as in csrc/cuda/part.cpp
 #: Shorter shards are not page-locked one by one: 512 GiB would need more than 65 000 calls, and as many pieces in the
-#: driver. The cost has not been measured yet.
+#: driver. On an H100 pieces of 512 KiB took five times as long a GiB as those of 8 MiB.
 _SHORTEST_PIECE = 8 << 20
+_Memory = TypeVar("_Memory", Staging, SumsMemory)
 
 
 def open_mover(
@@ -48,7 +48,8 @@ def open_mover(
 
     The slots are page-locked in the background. ``device`` defaults to that of the cache, ``engine`` to torch's module
     for it; ``autotune`` chooses how to copy, by default from measurements; ``checksums`` enables those of staged
-    stores. Packed shards are always staged, with checksums. Raises BackendError and ContractError, see `attach`.
+    stores. Packed shards are always staged, with checksums, in halves that hold at least one. Raises BackendError and
+    ContractError, see `attach`.
     """
     check_cache(cache, slot_nbytes)
     on = torch.device(cache.device)
@@ -64,13 +65,16 @@ def open_mover(
         pieces = _pieces(cache, address, count, slot_nbytes)
         registration = host_registration.share(pieces, at_once, device.lock, device.unlock)
         undo.callback(host_registration.release, registration)
+        half_nbytes = max(half_nbytes, _longest_packing(cache))
+        staging = functools.partial(_if_there_is_room, lambda: device.staging(half_nbytes), undo)
         stores, loads = (
-            Direction(engine.Stream(on), engine.Stream(on), _staging(device, half_nbytes, undo)) for _ in range(2)
+            Direction(new_stream(engine, on), new_stream(engine, on), staging() if device.abilities.kernels else None)
+            for _ in range(2)
         )
         slots = ArenaSlots(address, count, slot_nbytes, registration)
         autotune = autotune or ScratchAutotune(device, stores, loads)
         summed = checksums or cache.layout.packed
-        sums = _sums_memory(device, undo) if summed and stores.staging else None
+        sums = _if_there_is_room(lambda: SumsMemory(device), undo) if summed and stores.staging else None
         opened = functools.partial(_copier, device, cache, slots, (stores, loads), autotune, sums, undo)
         copiers = [opened(part) for part in cache.layout.parts]
         facts = {"kernels": f"none: {device.no_kernels}"} if device.no_kernels else {}
@@ -87,22 +91,16 @@ def _pieces(cache: PagedKVCache, address: int, count: int, slot_nbytes: int) -> 
     return Pieces(address + shard.offset, count * slot_nbytes, shard.nbytes, slot_nbytes)
 
 
-def _staging(device: Device, half_nbytes: int, undo: contextlib.ExitStack) -> Staging | None:
-    """Memory to stage copies in; None if there are no kernels, or the engine left too little."""
-    if not device.abilities.kernels:
-        return None
-    try:
-        staging = device.staging(half_nbytes)
-    except BackendError:
-        return None
-    undo.callback(staging.close)
-    return staging
+def _longest_packing(cache: PagedKVCache) -> int:
+    """Room for this rank's longest shard in both forms; 0 if shards are not packed."""
+    shards = [part.shard_of(cache.rank) for part in cache.layout.parts]
+    return max((shard.pages_nbytes + shard.nbytes + 2 * _ALIGNMENT for shard in shards if shard.packed), default=0)
 
 
-def _sums_memory(device: Device, undo: contextlib.ExitStack) -> SumsMemory | None:
-    """Memory for checksums; None if the engine left too little."""
+def _if_there_is_room(reserve: Callable[[], _Memory], undo: contextlib.ExitStack) -> _Memory | None:
+    """Memory of the device, which ``undo`` frees; None if the engine left too little."""
     try:
-        memory = SumsMemory(device)
+        memory = reserve()
     except BackendError:
         return None
     undo.callback(memory.close)
@@ -127,7 +125,7 @@ def _copier(
     undo.callback(native.close)
     stores, loads = directions
     if packed_nbytes:
-        _check_packing(device, native, stores, loads, sums)
+        _check_packing(device, stores, loads, sums)
         autotune = decided(Method.STAGED)
     store, load_ = (
         autotune(layers, _possible(native, through, to_slots), to_slots)
@@ -141,17 +139,12 @@ def _copier(
     return Copier(name, native, store, load_, checksums)
 
 
-def _check_packing(
-    device: Device, native: NativePart, stores: Direction, loads: Direction, sums: SumsMemory | None
-) -> None:
+def _check_packing(device: Device, stores: Direction, loads: Direction, sums: SumsMemory | None) -> None:
     """Raises BackendError unless copies can be packed."""
     if not device.abilities.kernels:
-        raise BackendError(f"nothing packs shards here: the GPU has no kernels: {device.no_kernels}")
+        raise BackendError(f"set packing: off: the GPU has no kernels that pack: {device.no_kernels}")
     if not (stores.staging and loads.staging and sums):
-        raise BackendError("the engine left too little memory to pack shards in")
-    if not native.can(Method.STAGED, True, stores.staging):
-        half = Nbytes(stores.staging.half_nbytes)
-        raise BackendError(f"shards are too long to be packed: one does not fit into {half} beside its packed form")
+        raise BackendError("set packing: off: the engine left too little of the GPU's memory to pack shards in")
 
 
 def _possible(native: NativePart, through: Direction, to_slots: bool) -> list[Method]:
