@@ -133,8 +133,8 @@ def _losses() -> Table:
         bench.close()
     return Table(
         title="GPU: what a matrix multiplication loses",
-        says=f"{Matrices.BATCH} of {MATRIX}² bfloat16, beside copies without a pause. The ratio is time to that "
-        f"of the same matrices alone: median (min to max) of {ROUNDS} rounds.",
+        says=f"{Matrices.SAYS} The ratio is time to that of the same matrices alone: median (min to max) of {ROUNDS} "
+        "rounds.",
         header=("pages", *(f"{direction}, {method}" for direction, method in kinds)),
         rows=rows,
     )
@@ -233,6 +233,7 @@ class Matrices:
     """A stream that always has something to multiply, if it is ``busy`` at all."""
 
     BATCH = 40
+    SAYS = f"{BATCH} of {MATRIX}² bfloat16, beside copies without a pause."
 
     def __init__(self, busy: bool = True):
         self._busy = busy

@@ -20,7 +20,6 @@ from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.errors import ConfigError
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.stack.interface import Stack
-from kvtier_core.transfer import movers
 from kvtier_core.types import Namespace, Nbytes
 
 logger = logging.getLogger("kvtier")
@@ -112,8 +111,6 @@ class Engine:
     def _open_stack(self, config: StackConfig, context: OpenContext, device: str) -> Stack:
         """Here, or in the server of this node. Raises ConfigError."""
         why_not = packed_slots.why_not(context.layout)
-        if device not in movers.PACKING_DEVICES:
-            why_not = f"engines on {device} do not pack yet"
         if config.server is None:
             packed = packs(config, device)
             if packed and why_not:

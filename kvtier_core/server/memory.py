@@ -63,7 +63,7 @@ class ServedArenaConfig(ArenaConfig):
 
     type: ClassVar[str] = "served"
     devices: ClassVar[tuple[str, ...]] = movers.DEVICES
-    packs: ClassVar[tuple[str, ...]] = movers.PACKING_DEVICES
+    packs: ClassVar[tuple[str, ...]] = movers.DEVICES
 
     def open(self, ctx: OpenContext) -> AllocatorBackend:
         raise BackendError("the server opens it")

@@ -8,10 +8,8 @@ from kvtier_core.interfaces import Mover, PagedKVCache
 from kvtier_core.transfer import cuda
 from kvtier_core.transfer.host_mover import HostMover
 
-#: Device types that `open_mover` supports.
+#: Device types that `open_mover` supports, and for which it packs.
 DEVICES = ("cpu", "cuda")
-#: Device types for which it packs.
-PACKING_DEVICES = ("cpu",)
 
 
 def open_mover(cache: PagedKVCache, memory: mmap.mmap | memoryview, slot_nbytes: int) -> Mover:

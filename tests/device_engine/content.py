@@ -13,6 +13,8 @@ import torch
 _MASK = (1 << 64) - 1
 #: Odd numbers of 64 bits, as signed ones: torch multiplies them modulo 2^64.
 _PLACE, _MIX = -7046029254386353131, -4658895280553007687
+#: Of four numbers in bfloat16: the bits that vary (signs, mantissas, the last of the exponents), and those that do not.
+_VARIES, _EXPONENT = -0x7F007F007F007F01, 0x3F003F003F003F00
 
 
 @attrs.frozen
@@ -41,11 +43,11 @@ def as_signed(digests: Sequence[int], rank: int) -> list[int]:
 
 
 def kv(digests: torch.Tensor, layer: int, words: int) -> torch.Tensor:
-    """The words of these tokens in a layer, a row each."""
+    """The words of these tokens in a layer, a row each: numbers in bfloat16 that pack."""
     place = torch.arange(1, words + 1, device=digests.device) + (layer << 32)
     mixed = digests[:, None] + place[None] * _PLACE
     mixed = (mixed ^ (mixed >> 29)) * _MIX
-    return mixed ^ (mixed >> 32)
+    return (mixed ^ (mixed >> 32)) & _VARIES | _EXPONENT
 
 
 def forward(

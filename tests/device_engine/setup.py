@@ -35,6 +35,7 @@ class Setup:
     zeroes: bool = False  #: the engine zeroes new blocks before it calls a connector, as vLLM does for hybrid models
     block_major: bool = False  #: a block has the pages of all layers side by side
     sleeps: bool = False  #: its pages can be unmapped
+    packs: bool = False  #: the arena packs
     staged: bool = False  #: stores are staged, so that the device computes checksums; else how is drawn, or measured
     busy: int = 0  #: matrices that each forward multiplies besides, on a GPU
     disk: Path | None = None  #: the folder of a tier below the arena
@@ -44,7 +45,7 @@ class Setup:
     def layout(self) -> ChunkLayout:
         pages = [8 * words * self.block_tokens for words in self.token_words]
         group = make_group(pages, block_tokens=self.block_tokens)
-        return ChunkLayout([group], self.chunk_tokens, self.ranks)
+        return ChunkLayout([group], self.chunk_tokens, self.ranks, packed=self.packs)
 
     @property
     def stack(self) -> StackConfig:

@@ -24,6 +24,7 @@ KINDS = {
     "one block a chunk, one layer": Setup(block_tokens=8, token_words=(3,), blocks=30),
     "layers side by side": Setup(block_major=True),
     "layers side by side, one block a chunk": Setup(block_major=True, block_tokens=8, blocks=30),
+    "packed slots": Setup(packs=True, token_words=(128, 64)),
     "new blocks are zeroed, and stores fenced at once": Setup(zeroes=True),
 }
 REQUESTS = 400

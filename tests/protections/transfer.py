@@ -211,13 +211,6 @@ MUTANTS = (
         CUDA_PACKING_TESTS + "test_frames_in_the_memory_of_a_gpu_are_not_unpacked",
     ),
     Mutant(
-        "packs-on-hardware-that-never-ran-it",
-        "kvtier_core/transfer/movers.py",
-        'PACKING_DEVICES = ("cpu",)',
-        'PACKING_DEVICES = ("cpu", "cuda")',
-        CUDA_PACKING_TESTS + "test_no_engine_on_a_gpu_packs_before_a_gpu_has_run_it",
-    ),
-    Mutant(
         "copies-across-locked-pieces",
         "csrc/cuda/copies.cpp",
         "std::min(nbytes, left)",

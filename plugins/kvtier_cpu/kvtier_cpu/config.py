@@ -15,7 +15,7 @@ class CpuConfig(ArenaConfig):
 
     type: ClassVar[str] = "cpu"
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    packs: ClassVar[tuple[str, ...]] = ("cpu",)
+    packs: ClassVar[tuple[str, ...]] = devices
     medium: ClassVar[Medium] = Medium.HOST
 
     huge_pages: Literal["auto", "on", "off"] = "auto"  #: "on" refuses to open without them
