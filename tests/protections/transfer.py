@@ -204,6 +204,13 @@ MUTANTS = (
         CUDA_PACKING_TESTS + "test_without_a_place_for_its_flags_a_job_fails",
     ),
     Mutant(
+        "halves-are-too-short-for-packed-shards",
+        "kvtier_core/transfer/cuda/opening.py",
+        "max(half_nbytes, _longest_packing(cache))",
+        "half_nbytes",
+        CUDA_PACKING_TESTS + "test_a_half_always_has_room_for_a_shard_in_both_forms",
+    ),
+    Mutant(
         "packed-frames-in-a-gpus-memory-pass-for-raw-ones",
         "kvtier_core/transfer/cuda/device_slots.py",
         "if cache.layout.packed:",

@@ -125,7 +125,7 @@ def _copier(
     undo.callback(native.close)
     stores, loads = directions
     if packed_nbytes:
-        _check_packing(device, stores, loads, sums)
+        _check_packing(device, native, stores, loads, sums)
         autotune = decided(Method.STAGED)
     store, load_ = (
         autotune(layers, _possible(native, through, to_slots), to_slots)
@@ -139,11 +139,13 @@ def _copier(
     return Copier(name, native, store, load_, checksums)
 
 
-def _check_packing(device: Device, stores: Direction, loads: Direction, sums: SumsMemory | None) -> None:
+def _check_packing(
+    device: Device, native: NativePart, stores: Direction, loads: Direction, sums: SumsMemory | None
+) -> None:
     """Raises BackendError unless copies can be packed."""
     if not device.abilities.kernels:
         raise BackendError(f"set packing: off: the GPU has no kernels that pack: {device.no_kernels}")
-    if not (stores.staging and loads.staging and sums):
+    if not (stores.staging and loads.staging and sums and native.can(Method.STAGED, True, stores.staging)):
         raise BackendError("set packing: off: the engine left too little of the GPU's memory to pack shards in")
 
 
