@@ -11,7 +11,7 @@ import pytest
 from conftest import cpu, hit, prompt
 from other_engine import beside
 from sizes import some
-from test_peer_engines import address_of, meets, node  # noqa: F401 - a fixture
+from test_peer_engines import NOTICED, address_of, meets, node  # noqa: F401 - a fixture
 from test_server import NOISE
 
 from kvtier_core.vllm.requests.disaggregation import computed_elsewhere, handed_over, is_continued_elsewhere
@@ -122,7 +122,7 @@ def test_a_prompt_whose_engine_ends_or_stops_is_computed_after_load_wait(engine,
         os.kill(prefiller.pid, how)
         assert decoder.ask(ASKED, parameters=words)[0].differs(truth) < NOISE
         (outcome,) = decoder.outcomes()
-        assert (outcome.loaded, outcome.waited < 1.5) == (0, True)
+        assert (outcome.loaded, outcome.waited < NOTICED) == (0, True)  # and not for the patience of ten seconds
         decoder.assert_at_rest()
         with contextlib.suppress(ProcessLookupError):
             os.kill(prefiller.pid, signal.SIGKILL)
