@@ -125,7 +125,8 @@ def test_two_ranks_pack_shards_of_their_own(fork_server, model, tmp_path):
     disk, again, told, _ = run(fork_server, model, stack, **options)
     assert "packing: auto -> on" in log
     assert told[:2] == [hit(530, disk=512)] * 2
-    assert largest_difference(warm, truth) == largest_difference(disk, truth) == largest_difference(again, truth) == 0
+    # With AMX, vLLM rounds prompts that are computed together otherwise.
+    assert max(largest_difference(each, truth) for each in (warm, disk, again)) < 0.005
 
 
 @pytest.fixture
