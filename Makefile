@@ -60,11 +60,11 @@ LMCACHE := build/lmcache-0.5.6
 SGLANG := build/sglang-0.5.23
 
 test-hosts: $(VENV)/ready $(LMCACHE)/ready $(SGLANG)/ready programs
-	PYTHONPATH=$(LMCACHE) $(BIN)/python -m pytest tests/hosts/test_lmcache.py
+	PYTHONPATH=$(LMCACHE) $(BIN)/python -m pytest tests/hosts/test_lmcache.py tests/vllm/test_lmcache_host.py
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest tests/hosts/test_hicache.py
 
 $(LMCACHE)/ready: | $(VENV)/ready
-	$(UV) pip install --quiet --no-deps --target $(LMCACHE) lmcache==0.5.6 aiofiles==25.1.0
+	$(UV) pip install --quiet --no-deps --target $(LMCACHE) lmcache==0.5.6 aiofiles==25.1.0 opentelemetry-exporter-prometheus==0.61b0
 	@touch $@
 
 $(SGLANG)/ready: | $(VENV)/ready
