@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingModelConf
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
+from benchmarks import host_engines
 from benchmarks.host_sides import KVTIER, PAGE, PAGES, ROUNDS, SLOTS, Side, compared, disk, memory, stack, wait_for
 from benchmarks.measure import Table, progress, scratch
 from kvtier_core.config.load import load_config
@@ -32,7 +33,7 @@ OTHERS = {
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    """The tables of vLLM's stores, and of LMCache's and SGLang's if they are installed."""
+    """The tables of vLLM's stores and hits, and of LMCache's and SGLang's stores if they are installed."""
     progress(f"hosts: {PAGES} pages of {Nbytes(PAGE)}, {ROUNDS} rounds")
     with scratch(folder) as place, _kvtier(place / "kvtier") as ours, _fs(place / "fs") as theirs:
         says = "Both with O_DIRECT where the filesystem has it. A store ends with its last file."
@@ -46,6 +47,8 @@ def tables(folder: Path) -> Iterator[Table]:
         sys.path += map(str, places)
         with scratch(folder) as place:
             yield from importlib.import_module(f"benchmarks.{module}").tables(place)
+    with scratch(folder) as place:
+        yield host_engines.table(place)
 
 
 class _Kvtier(Side):

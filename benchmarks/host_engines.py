@@ -1,0 +1,48 @@
+"""Hits of real vLLM engines with vLLM's own offloading, from its fs tier and from kvtier's tiers below it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import attrs
+
+from benchmarks.engines import BLOCK, Recipe, kvtier, none, prefix_cache
+from benchmarks.measure import Table
+from benchmarks.models import TRAINED
+from benchmarks.ttft import CONTROL, Tiers, Workload, disk, measure
+
+_ROOT = Path(__file__).parents[1]
+_OURS = json.loads((_ROOT / "examples/hosts/vllm.json").read_text())
+#: Bytes of memory above a store. It has room for two prompts, of which the second pass finds none.
+_MEMORY = 176 << 20
+
+
+def table(place: Path) -> Table:
+    """A prompt that was seen before, and is in a store below vLLM's memory."""
+    sys.path.append(str(_ROOT / "tests/vllm"))  # for `on_the_cpu`, also in the engines' processes
+    title = "Time to first token in vLLM's own offloading, trained model"
+    timed = measure(Workload(title, TRAINED, prompts=6, warming=1, recipes=_recipes), place)
+    copies = "The copies of a worker with a GPU are not vLLM's here: they are made at once, in memory."
+    return attrs.evolve(timed, says=f"{timed.says} {copies}")
+
+
+def _recipes(place: Path, shared: Tiers) -> list[Recipe]:
+    small = {"type": "cpu", "capacity": f"{_MEMORY}B"}
+    (ours,) = _OURS["kv_connector_extra_config"]["secondary_tiers"]
+    below = {"version": 1, "load_wait": "20s", "tiers": [small, disk(place / "below")]}
+    return [
+        none(CONTROL),
+        prefix_cache(),
+        _offloading("vLLM's offloading, hits from its fs tier", {"type": "fs", "root_dir": str(place / "fs")}),
+        _offloading("vLLM's offloading, hits from kvtier's disk", {**ours, "config": below}),
+        kvtier("kvtier, hits from disk", BLOCK, small, disk(place / "own")),
+    ]
+
+
+def _offloading(name: str, tier: dict[str, object]) -> Recipe:
+    extra = {"spec_name": "TieringOnTheCPU", "spec_module_path": "on_the_cpu", "cpu_bytes_to_use": _MEMORY}
+    return Recipe(
+        name, {**_OURS, "kv_connector_extra_config": {**extra, "blocks_per_chunk": 1, "secondary_tiers": [tier]}}
+    )
