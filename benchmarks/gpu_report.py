@@ -21,7 +21,7 @@ import attrs
 from benchmarks.measure import Table
 
 ROOT = Path(__file__).parents[1]
-#: So many of the last lines of both outputs of a process that failed are told.
+#: How many of the last lines of each output of a failed process are reported.
 _SAID = 12
 
 

@@ -125,8 +125,9 @@ def test_two_ranks_pack_shards_of_their_own(fork_server, model, tmp_path):
     disk, again, told, _ = run(fork_server, model, stack, **options)
     assert "packing: auto -> on" in log
     assert told[:2] == [hit(530, disk=512)] * 2
-    # With AMX, vLLM rounds prompts that are computed together otherwise.
-    assert max(largest_difference(each, truth) for each in (warm, disk, again)) < 0.005
+    # With AMX one log-probability was seen to differ by 0.0003, now in one pass and now in another: docs/status.md.
+    allowed = 0.005 if torch.cpu._is_amx_tile_supported() else 0
+    assert max(largest_difference(each, truth) for each in (warm, disk, again)) <= allowed
 
 
 @pytest.fixture
