@@ -14,23 +14,27 @@ ASKED = prompt(80, 530), prompt(81, 530)
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 
 
-def ask_twice(model: str, stack: dict, options: dict) -> list:
+def ask_twice(model: str, stack: dict, options: dict, at_once: bool = True) -> list:
     """In another process."""
     engine = Engine(Path(model), stack, **options)
-    rows = [engine.ask(*ASKED), engine.ask(*ASKED)]
+    batches = [ASKED] if at_once else [[each] for each in ASKED]
+    rows = [[answer for batch in batches for answer in engine.ask(*batch)] for _ in range(2)]
     told = told_by_engines()
     engine.llm.llm_engine.engine_core.shutdown()
     return [*([[a.tokens, a.logprobs, a.cached] for a in row] for row in rows), told]
 
 
-def run(fork_server, model, stack, environment=FORKED, **options):
-    """Answers of two passes over two prompts, by an engine with processes of its own, outcomes, and their log."""
+def run(fork_server, model, stack, environment=FORKED, at_once=True, **options):
+    """Answers of two passes over two prompts, by an engine with processes of its own, outcomes, and their log.
+
+    Asked at once, both may be in one batch or not, as their loads end, which changes how bfloat16 is rounded.
+    """
     environment = {
         **environment,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1" if options.get("tensor_parallel_size") else "0",
     }
-    arguments = {"model": str(model), "stack": stack, "options": options}
+    arguments = {"model": str(model), "stack": stack, "options": options, "at_once": at_once}
     (cold, warm, [told]), log = fork_server.run("test_processes:ask_twice", environment, **arguments)
     return cold, warm, [Outcome.of(each) for each in told], log
 
