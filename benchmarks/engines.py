@@ -167,9 +167,12 @@ def _ask(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, settle: bool) 
     for number, each in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": each}, sampling)
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        outputs = engine.step()
+        for output in outputs:
             first = first or time.perf_counter() - begin
             cached += (output.num_cached_tokens or 0) if output.finished else 0
+        if not outputs:
+            time.sleep(0.001)  # as a server does after a step that computed nothing: threads that load get the GIL
     seconds = time.perf_counter() - begin
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     while settle and scheduler.has_requests():  # like a server, which keeps stepping while stores are under way
