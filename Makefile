@@ -64,7 +64,7 @@ test-hosts: $(VENV)/ready $(LMCACHE)/ready $(SGLANG)/ready programs
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest tests/hosts/test_hicache.py
 
 $(LMCACHE)/ready: | $(VENV)/ready
-	$(UV) pip install --quiet --no-deps --target $(LMCACHE) lmcache==0.5.6 aiofiles==25.1.0 opentelemetry-exporter-prometheus==0.61b0
+	$(UV) pip install --quiet --no-deps --target $(LMCACHE) lmcache==0.5.6 aiofiles==25.1.0 aiofile==3.12.3 caio==0.12.10 opentelemetry-exporter-prometheus==0.61b0
 	@touch $@
 
 $(SGLANG)/ready: | $(VENV)/ready

@@ -204,7 +204,7 @@ class KVTierHiCache(HiCacheStorage):
             keys = self._results.pop(ticket)
         return frozenset() if keys is None or self._weights_changed else keys
 
-    def _told(self) -> None:
+    def _told(self, call: str) -> None:
         """On the store's thread, or on one that has begun a job of a closed store."""
         with self._ended:
             for each in self._store.poll():

@@ -1,12 +1,13 @@
 """`KVTierL2Adapter`: kvtier's store tiers as an L2 adapter of LMCache's multi-process server.
 
 LMCache loads it by name (docs/lmcache-l2.md) and calls it on the threads of its controllers, which wait for nothing but
-`close`. Results are drawn from the stores when a controller asks for them, and every result signals all descriptors.
+`close`. Results are drawn from the stores when a controller asks for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -34,6 +35,8 @@ from kvtier_core.hosts.pages import PageStore
 
 logger = logging.getLogger("kvtier")
 
+#: Methods of `PageStore`, one for each kind of task.
+_STORE, _LOOKUP, _LOAD = "put", "contains", "get"
 #: Begins something in a store for keys of these names, which have these numbers in a task, and returns the ticket.
 _Call = Callable[[PageStore, Sequence[bytes], Sequence[int]], int]
 _FIELDS = operator.attrgetter(*(field.name for field in dataclasses.fields(ObjectKey)))
@@ -78,14 +81,12 @@ class KVTierL2Adapter(L2AdapterInterface):
             init_logger(logger.name)
         config, models = _checked(adapter_params)
         stack = load_config(config, Registry.discover(), label="adapter_params")
-        self._events = [create_event_notifier() for _ in range(3)]
-        self._open_events = list(self._events)
+        self._events = {kind: create_event_notifier() for kind in (_STORE, _LOOKUP, _LOAD)}
+        self._open_events = dict(self._events)
         self._signals = threading.Lock()  # of `_open_events`; may be taken while the other one is held
         self._lock = threading.Lock()  # of all below
         self._numbers = itertools.count()
-        self._stores: dict[int, _Task] = {}
-        self._lookups: dict[int, _Task] = {}
-        self._loads: dict[int, _Task] = {}
+        self._tasks: dict[str, dict[int, _Task]] = {kind: {} for kind in self._events}
         self._calls: dict[tuple[str, int], _Task] = {}  # by model and ticket
         self._refused: set[tuple[str, str]] = set()  # by model and reason
         self._models: dict[str, ModelPages] = {}
@@ -99,21 +100,21 @@ class KVTierL2Adapter(L2AdapterInterface):
             raise
 
     def get_store_event_fd(self) -> int:
-        return int(self._events[0].fileno())
+        return int(self._events[_STORE].fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        return int(self._events[1].fileno())
+        return int(self._events[_LOOKUP].fileno())
 
     def get_load_event_fd(self) -> int:
-        return int(self._events[2].fileno())
+        return int(self._events[_LOAD].fileno())
 
     # -- tasks -------------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        return self._transfer(self._stores, PageStore.put, keys, objects)
+        return self._transfer(_STORE, keys, objects)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        return self._transfer(self._loads, PageStore.get, keys, objects)
+        return self._transfer(_LOAD, keys, objects)
 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
@@ -121,7 +122,7 @@ class KVTierL2Adapter(L2AdapterInterface):
         """What is found is not locked: what a tier evicts before it is loaded is not loaded."""
         pages = {group: _page(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
         asked = [pages.get(key.object_group_id) for key in keys]
-        return self._submit(self._lookups, keys, asked, lambda store, names, _: store.contains(names))
+        return self._submit(_LOOKUP, keys, asked, lambda store, names, _: store.contains(names))
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Nothing is locked."""
@@ -130,59 +131,68 @@ class KVTierL2Adapter(L2AdapterInterface):
         """A task has failed unless every object was taken. What was taken may still be lost, which is a miss later."""
         with self._lock:
             self._draw_results()
-            ended = [number for number, task in self._stores.items() if not task.calls]
-            return {number: self._stores.pop(number).stored() for number in ended}
+            tasks = self._tasks[_STORE]
+            ended = [number for number, task in tasks.items() if not task.calls]
+            return {number: tasks.pop(number).stored() for number in ended}
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        return self._result(self._lookups, task_id)
+        return self._result(_LOOKUP, task_id)
 
     def query_load_result(self, task_id: int) -> Any:
-        return self._result(self._loads, task_id)
+        return self._result(_LOAD, task_id)
 
-    def _result(self, tasks: dict[int, _Task], number: int) -> Any:
+    def _result(self, kind: str, number: int) -> Any:
         with self._lock:
             self._draw_results()
+            tasks = self._tasks[kind]
             ended = number in tasks and not tasks[number].calls
             return tasks.pop(number).bitmap() if ended else None
 
-    def _transfer(self, tasks: dict[int, _Task], begin: Any, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+    def _transfer(self, kind: str, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         pages = [_page_of(each) for each in objects]
 
         def call(store: PageStore, names: Sequence[bytes], numbers: Sequence[int]) -> int:
-            return int(begin(store, names, [objects[number].byte_array for number in numbers]))
+            return int(getattr(store, kind)(names, [objects[number].byte_array for number in numbers]))
 
-        return self._submit(tasks, keys, pages, call)
+        return self._submit(kind, keys, pages, call)
 
-    def _submit(
-        self, tasks: dict[int, _Task], keys: Sequence[ObjectKey], pages: Sequence[Page | None], call: _Call
-    ) -> int:
+    def _submit(self, kind: str, keys: Sequence[ObjectKey], pages: Sequence[Page | None], call: _Call) -> int:
         """Begin a call for the keys of each rank, group and salt: in a lookup they are those of one prompt."""
         rows: dict[tuple[Any, ...], list[int]] = {}
         for number, (key, page) in enumerate(zip(keys, pages, strict=True)):
             rows.setdefault((key.model_name, page, key.kv_rank, key.object_group_id, key.cache_salt), []).append(number)
-        task = _Task([_name(key) for key in keys], sum(page.nbytes for page in pages if page))
+        task = _Task([_name(key) for key in keys], sum(page.nbytes for page in pages if page), len(rows))
         with self._lock:
             begun = next(self._numbers)
-            tasks[begun] = task
-            for (model, page, *_), numbers in rows.items():
-                if store := self._store_for(model, page):
+            self._tasks[kind][begun] = task
+
+        def begin(model: str, numbers: Sequence[int], store: PageStore | None) -> None:
+            with self._lock:
+                if store is not None:
                     ticket = call(store, [task.names[number] for number in numbers], numbers)
                     self._calls[model, ticket] = task
-                    task.calls += 1
-        if not task.calls:
-            self._signal()
+                    return
+                task.calls -= 1
+            self._signal(kind)
+
+        for (model, page, *_), numbers in rows.items():
+            served, begin_it = self._model(model, page, kind), functools.partial(begin, model, numbers)
+            served.when_open(page, begin_it) if served else begin_it(None)
+        if not rows:
+            self._signal(kind)
         return begun
 
-    def _store_for(self, model: str, page: Page | None) -> PageStore | None:
+    def _model(self, model: str, page: Page | None, kind: str) -> ModelPages | None:
         if model not in self._models:
             why = "its weights are unknown; name their folder in adapter_params.models"
-        elif page is None:
+        elif page is None and kind != _LOOKUP:
             why = "LMCache encodes them (serde), or keeps them outside of host memory"
         else:
-            return self._models[model].store_for(page)
-        if (model, why) not in self._refused:
-            self._refused.add((model, why))
-            logger.warning("kvtier: objects of %s are neither stored nor found: %s", model, why)
+            return self._models[model]
+        with self._lock:
+            if (model, why) not in self._refused:
+                self._refused.add((model, why))
+                logger.warning("kvtier: objects of %s are neither stored nor found: %s", model, why)
         return None
 
     def _draw_results(self) -> None:
@@ -192,11 +202,11 @@ class KVTierL2Adapter(L2AdapterInterface):
                 task.good |= result.keys
                 task.calls -= 1
 
-    def _signal(self) -> None:
-        """On any thread: a task may have ended."""
+    def _signal(self, kind: str) -> None:
+        """On any thread: a task of this kind may have ended."""
         with self._signals:
-            for each in self._open_events:
-                each.notify()
+            if kind in self._open_events:
+                self._open_events[kind].notify()
 
     # -- the life of the server --------------------------------------------------------------------
 
@@ -211,8 +221,8 @@ class KVTierL2Adapter(L2AdapterInterface):
         for model in self._models.values():
             model.close()
         with self._signals:
-            closing, self._open_events = self._open_events, []
-            for each in closing:
+            closing, self._open_events = self._open_events, {}
+            for each in closing.values():
                 each.close()
 
 
@@ -243,5 +253,6 @@ def _page_of(memory: MemoryObj) -> Page | None:
     """None: it is not in this process's memory, or LMCache has encoded it."""
     if not isinstance(memory, TensorMemoryObj) or memory.raw_data.device.type != "cpu":
         return None
-    page = _page(memory.get_shapes(), memory.get_dtypes())
+    meta = memory.metadata
+    page = _page(meta.shapes or [meta.shape], meta.dtypes or [meta.dtype])
     return page if memory.get_size() == page.nbytes else None

@@ -22,6 +22,10 @@ logger = logging.getLogger("kvtier")
 _TICK = 1.0
 
 
+#: Is called with the store of pages, or with None if they have none.
+_Begin = Callable[[PageStore | None], None]
+
+
 @attrs.frozen
 class Page:
     """What a page of a host is like."""
@@ -46,7 +50,7 @@ class ModelPages:
         *,
         replica: int = 0,
         replicas: int = 1,
-        told: Callable[[], None] = lambda: None,
+        told: Callable[[str], None] = lambda call: None,
     ):
         """``folder`` has the weights of the engines that give this name, ``facts`` what else is not in the host's keys.
 
@@ -56,9 +60,11 @@ class ModelPages:
         self._facts = {**facts, "model": model}
         self._options = {"replica": replica, "replicas": replicas, "told": told}
         self._wake = threading.Event()
+        self._decided = threading.Event()  # there is a store, or there will never be one
         self._lock = threading.Lock()  # of all below
         self._page: Page | None = None
         self._store: PageStore | None = None
+        self._waiting: list[_Begin] | None = []  # None: no longer
         self._refused: set[Page] = set()
         self._ended = ""  # why nothing is served any more
         found = run(self._state)
@@ -78,23 +84,36 @@ class ModelPages:
         """Is it served?"""
         return self._store is not None and not self._ended
 
-    def store_for(self, page: Page) -> PageStore | None:
-        """Where such pages are; None: nowhere, or not yet."""
+    def when_open(self, page: Page | None, begin: _Begin) -> None:
+        """Call ``begin``, now or on another thread, once such pages have a store; without one after ``load_wait``.
+
+        What the first page is like decides; None: as that one. Only calls within ``load_wait`` of it wait.
+        """
         with self._lock:
-            if self._page is None:
+            if self._page is None and page is not None:
                 self._page = page
                 self._wake.set()
-            if self._ended:
-                return None
-            if page == self._page:
-                return self._store
-            if page not in self._refused:
-                self._refused.add(page)
+                run_aside(self._wait_for_opening, "opening")
+            asked = page or self._page
+            if asked and asked == self._page and self._waiting is not None:
+                self._waiting.append(begin)
+                return
+            store = self._store if asked == self._page and not self._ended else None
+            if asked and self._page and asked not in (self._page, *self._refused):
+                self._refused.add(asked)
                 logger.warning(
                     "kvtier: %s has pages of several kinds; only the first is stored: %s, and not %s",
-                    *(self._model, self._page.layout, page.layout),
+                    *(self._model, self._page.layout, asked.layout),
                 )
-        return None
+        begin(store)
+
+    def _wait_for_opening(self) -> None:
+        self._decided.wait(self._config.load_wait)
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+            store = None if self._ended else self._store
+        for begin in waiting or ():
+            begin(store)
 
     def poll(self) -> list[Result]:
         """As `PageStore.poll`."""
@@ -110,6 +129,7 @@ class ModelPages:
     def _end(self, why: str) -> None:
         with self._lock:
             self._ended = self._ended or why
+        self._decided.set()
         self._wake.set()
 
     # -- the model's thread ------------------------------------------------------------------------
@@ -132,6 +152,7 @@ class ModelPages:
                 store = PageStore(self._config, Namespace.of(facts), self._page.nbytes, **self._options)
                 with self._lock:
                     self._store = store
+                self._decided.set()
             self._wake.wait(_TICK)
             self._wake.clear()
 

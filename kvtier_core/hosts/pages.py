@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import attrs
 
@@ -42,6 +43,7 @@ class Result:
 class _Job(abc.ABC):
     """Owner's thread only, once it was submitted."""
 
+    call: ClassVar[str]  #: the method of `PageStore` that submits it
     ticket: int
     pages: Mapping[bytes, memoryview | None]  #: by key, those that have not ended
     begun: float = attrs.field(factory=time.monotonic)
@@ -71,6 +73,8 @@ class _Job(abc.ABC):
 
 
 class _Put(_Job):
+    call = "put"
+
     def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
         self.end(stack.known(self.pages), good=True)
         while self.pages and (taken := stack.take(self.pages, f"{self.ticket}")):
@@ -82,6 +86,7 @@ class _Put(_Job):
 
 @attrs.define(eq=False)
 class _Get(_Job):
+    call = "get"
     begun_reads: set[bytes] = attrs.field(factory=set)
 
     def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
@@ -103,6 +108,7 @@ class _Get(_Job):
 
 @attrs.define(eq=False)
 class _Contains(_Job):
+    call = "contains"
     asked: bool = False
 
     def advance(self, stack: PageStack, room: int, *, late: bool) -> int:
@@ -134,12 +140,14 @@ class PageStore:
         *,
         replica: int = 0,
         replicas: int = 1,
-        told: Callable[[], None] = lambda: None,
+        told: Callable[[str], None] = lambda call: None,
     ):
         """``namespace`` has all facts on which pages depend and which the host's keys do not cover.
 
         ``replica`` is which of the ``replicas`` engines that share the configuration this is. ``told`` is called on any
-        thread when `poll` has a result; it waits for nothing. Raises ConfigError.
+        thread when `poll` has a result, with the name of the method that began it; it waits for nothing.
+
+        Raises ConfigError.
         """
         self._told = told
         self._page_nbytes = page_nbytes
@@ -261,7 +269,7 @@ class PageStore:
 
     def _tell(self, job: _Job) -> None:
         self._results.append(Result(job.ticket, frozenset(job.good), time.monotonic() - job.begun))
-        self._told()
+        self._told(job.call)
 
     def _end_all(self) -> None:
         ended, self._jobs = self._jobs, []

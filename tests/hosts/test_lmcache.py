@@ -9,7 +9,10 @@ import contextlib
 import json
 import logging
 import os
+import re
 import select
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -119,12 +122,6 @@ class Adapter:
         self.free(expected + into)
         return got
 
-    def open(self) -> Adapter:
-        """The first task says what pages are like, and its model is opened then."""
-        self.lookup()
-        wait_until(lambda: self.real.report_status()["models"][MODEL] == "open", "it does not open")
-        return self
-
 
 @pytest.fixture
 def model(tmp_path) -> Path:
@@ -179,7 +176,7 @@ def damage(folder: Path, harm=flip) -> None:
 
 
 def test_stored_objects_are_found_and_read(adapter):
-    serving = adapter().open()
+    serving = adapter()
     real = serving.real
     assert len({real.get_store_event_fd(), real.get_lookup_and_lock_event_fd(), real.get_load_event_fd()}) == 3
     assert serving.lookup() == serving.load() == []
@@ -188,25 +185,25 @@ def test_stored_objects_are_found_and_read(adapter):
 
 
 def test_stored_objects_are_found_after_a_restart(adapter):
-    first = adapter().open()
+    first = adapter()
     first.store()
     first.real.close()
-    assert adapter().open().load() == list(range(8))
+    assert adapter().load() == list(range(8))
 
 
 @pytest.mark.parametrize("harm", [flip, truncate])
 def test_a_damaged_object_is_not_loaded(adapter, tmp_path, harm):
-    first = adapter().open()
+    first = adapter()
     first.store()
     first.real.close()
     damage(tmp_path / "kv", harm)
-    second = adapter().open()
+    second = adapter()
     assert second.load() == second.lookup() == []
 
 
 def test_the_capacity_is_kept(adapter, tmp_path, model):
     """A frame is a header of 4 KiB and the object; there is room for three."""
-    serving = adapter(ours(disk(tmp_path) | {"capacity": "110KiB"}, model)).open()
+    serving = adapter(ours(disk(tmp_path) | {"capacity": "110KiB"}, model))
     for number in range(0, 32, 8):
         serving.store([key(number + each) for each in range(8)])
         assert len(objects_in(tmp_path / "kv")) <= 3
@@ -236,11 +233,11 @@ def test_lmcaches_own_adapter_for_files(adapter, tmp_path, model):
 
 
 def test_other_weights_under_the_same_name_are_not_found(adapter, model):
-    first = adapter().open()
+    first = adapter()
     first.store()
     first.real.close()
     (model / "model.safetensors").write_bytes(b"WEIGHTS" * 1000)
-    second = adapter().open()
+    second = adapter()
     assert second.lookup() == second.load() == []
 
 
@@ -248,7 +245,7 @@ def test_other_weights_under_the_same_name_are_not_found(adapter, model):
     "fields", [{"cache_salt": "theirs"}, {"kv_rank": 0x02000200}, {"object_group_id": 1}], ids="".join
 )
 def test_every_field_of_a_key_counts(adapter, fields):
-    serving = adapter().open()
+    serving = adapter()
     serving.store()
     others = [key(number, **fields) for number in range(8)]
     assert serving.lookup(others) == serving.load(others) == []
@@ -257,7 +254,7 @@ def test_every_field_of_a_key_counts(adapter, fields):
 
 
 def test_fields_of_keys_do_not_run_together(adapter):
-    serving = adapter().open()
+    serving = adapter()
     serving.store([key(0, cache_salt="', 0, ''")])
     serving.store([key(1, chunk_hash=b"a", cache_salt="bc")])
     others = [key(1, chunk_hash=b"ab", cache_salt="c"), key(1, chunk_hash=b"abc"), key(0)]
@@ -265,7 +262,7 @@ def test_fields_of_keys_do_not_run_together(adapter):
 
 
 def test_a_model_that_is_not_named_is_refused(adapter, caplog):
-    serving = adapter().open()
+    serving = adapter()
     strange = [key(0, model_name="org/strange")]
     assert not serving.store(strange)
     assert serving.lookup(strange) == serving.load(strange) == []
@@ -275,7 +272,8 @@ def test_a_model_that_is_not_named_is_refused(adapter, caplog):
 
 
 def test_objects_of_another_shape_or_encoded_by_lmcache_are_refused(adapter, caplog):
-    serving = adapter().open()
+    serving = adapter()
+    assert serving.lookup() == []
     assert not serving.store(layout=OTHER)
     assert serving.lookup(layout=OTHER) == []
     (encoded,) = serving.objects(1, seed=1)
@@ -286,24 +284,25 @@ def test_objects_of_another_shape_or_encoded_by_lmcache_are_refused(adapter, cap
     serving.free([encoded])
 
 
-def test_until_it_is_open_nothing_is_stored_and_nothing_found(adapter, model, monkeypatch):
+def test_nothing_is_stored_and_nothing_found_if_it_opens_late(adapter, tmp_path, model, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr("kvtier_core.engine.weights.digest", lambda *_, **__: (released.wait(60), "a" * 64)[1])
-    serving = adapter()
+    serving = adapter(ours(disk(tmp_path), model, load_wait="0.1s"))
     assert not serving.store()
     assert serving.lookup() == []
     released.set()
-    serving.open()
+    wait_until(serving.store, "it does not open")
 
 
 def test_a_store_that_hangs_holds_no_controller(adapter, model, tmp_path):
     """Loads end within ``load_wait``, as misses. That a call returns is seen by the order: the server answers later."""
     with one_server(tmp_path / "redis") as server:
         spec = ours({"type": "redis", "url": server.url}, model, load_wait="1s")
-        first = adapter(spec).open()
-        first.store()
+        first = adapter(spec)
+        assert first.store()
         first.real.close()
-        second = adapter(spec).open()
+        second = adapter(spec)
+        assert len(second.lookup()) == 8
         with server.stopped():
             assert second.load() == []
             assert second.lookup(KEYS[4:]) == []
@@ -311,9 +310,32 @@ def test_a_store_that_hangs_holds_no_controller(adapter, model, tmp_path):
         wait_until(lambda: second.load() == list(range(8)), "it does not recover")
 
 
+def test_a_task_signals_the_descriptor_of_its_kind(adapter):
+    serving = adapter()
+    assert serving.store()
+    fds = [serving.real.get_store_event_fd(), serving.real.get_lookup_and_lock_event_fd()]
+    poll = select.poll()
+    for fd in (*fds, serving.real.get_load_event_fd()):
+        poll.register(fd, select.POLLIN)
+    assert not poll.poll(0)
+    serving.real.submit_lookup_and_lock_task(KEYS, {0: KV})
+    assert poll.poll(60_000) == [(fds[1], select.POLLIN)]
+
+
+def test_lmcaches_own_check_passes(tmp_path, model):
+    """It asks for objects before the first one is stored, gives no layouts, and its objects have one shape."""
+    spec = ours(disk(tmp_path), model)
+    command = [sys.executable, "-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter"]
+    command += ["--model", MODEL, "--l2-adapter", json.dumps(spec), "--obj-size", "4096"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    rates = re.findall(r"\| (\w+)[^|]*\|.*\| *(\d+/\d+) \| *([\d.]+)% \|", said)
+    assert rates == [(phase, "5/5", "100.0") for phase in ("LOOKUP", "STORE", "LOOKUP", "LOAD")], said
+
+
 def test_an_adapter_closes_under_load(adapter):
     """Every task ends, before or after, and closed descriptors are not written to."""
-    serving = adapter().open()
+    serving = adapter()
+    assert serving.lookup() == []
     objects = serving.objects(8, seed=1)
     begun, ended = [], {}
 
@@ -362,9 +384,6 @@ def manager(tmp_path, model) -> Iterator:
         config = StorageManagerConfig(L1ManagerConfig(memory_config=L1), EvictionConfig("LRU"), adapters)
         opened = StorageManager(config)
         try:
-            assert prefetch(opened) == []  # its keys say what pages are like
-            ((_, adapter),) = opened.l2_adapters()
-            wait_until(lambda: adapter.report_status()["models"][MODEL] == "open", "it does not open")
             yield opened
         finally:
             opened.close()
@@ -394,5 +413,6 @@ def test_their_controllers_store_and_prefetch_through_it(manager, tmp_path):
 
 
 def test_its_lines_go_where_lmcaches_go(manager, capfd):
-    with manager():
+    with manager() as opened:
+        assert prefetch(opened) == []
         assert "LMCache INFO:\x1b[0m kvtier: identity " in capfd.readouterr().err

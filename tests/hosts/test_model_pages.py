@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,9 +50,15 @@ def pages(tmp_path, model) -> Iterator:
         each.close()
 
 
+def store_for(pages: ModelPages, page: Page | None = PAGE) -> PageStore | None:
+    told: queue.SimpleQueue[PageStore | None] = queue.SimpleQueue()
+    pages.when_open(page, told.put)
+    return told.get(timeout=60)
+
+
 def opened(pages: ModelPages, page: Page = PAGE) -> PageStore:
-    wait_until(lambda: pages.store_for(page), "it does not open")
-    return pages.store_for(page)
+    wait_until(lambda: store_for(pages, page), "it does not open")
+    return store_for(pages, page)
 
 
 def wait(pages: ModelPages, ticket: int) -> set[bytes]:
@@ -98,7 +106,7 @@ def test_weights_that_change_meanwhile_end_it(pages, model, caplog):
     serving = pages()
     store = opened(serving)
     change(model)
-    wait_until(lambda: serving.store_for(PAGE) is None, "it goes on")
+    wait_until(lambda: store_for(serving) is None, "it goes on")
     assert "have changed; restart the host with its engines" in serving.ended
     wait_until(lambda: serving.ended in caplog.text, "nobody is told")
     assert wait(serving, store.put([b"key"], [memoryview(bytearray(PAGE.nbytes))])) == set()
@@ -109,13 +117,35 @@ def test_weights_that_change_before_the_first_page_end_it(pages, model):
     serving = pages()
     change(model)
     wait_until(lambda: serving.ended, "it goes on")
-    assert serving.store_for(PAGE) is None
+    assert store_for(serving) is None
+
+
+def test_calls_wait_until_it_is_open(pages):
+    serving = pages()
+    first = store_for(serving)
+    assert first is not None
+    assert store_for(serving, None) is first, "pages of the first kind"
+
+
+def test_calls_wait_no_longer_than_load_wait(pages, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr("kvtier_core.engine.weights.digest", lambda *_, **__: (released.wait(60), "a" * 64)[1])
+    serving = pages(load_wait="0.1s")
+    assert store_for(serving) is store_for(serving) is None
+    released.set()
+    wait_until(lambda: store_for(serving), "it does not open")
+
+
+def test_a_page_of_unknown_kind_is_nowhere_before_the_first_one(pages):
+    serving = pages()
+    assert store_for(serving, None) is None
+    assert opened(serving)
 
 
 def test_pages_of_a_second_kind_are_refused(pages, caplog):
     serving = pages()
     opened(serving)
-    assert serving.store_for(OTHER) is serving.store_for(OTHER) is None
+    assert store_for(serving, OTHER) is store_for(serving, OTHER) is None
     assert caplog.text.count("ours has pages of several kinds; only the first is stored") == 1
 
 
@@ -131,7 +161,7 @@ def test_a_model_that_cannot_be_opened_is_reported(pages, caplog):
     """Its tiers belong to another process, for instance."""
     opened(pages())
     second = pages()
-    assert second.store_for(PAGE) is None
+    assert store_for(second) is None
     wait_until(lambda: second.ended, "it goes on")
     assert "kvtier: ours is not served any more: ConfigError" in caplog.text
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 
 import pytest
+import torch
 from conftest import cpu, cpu_and_disk, hit, miss, prompt
 from safetensors.torch import load_file, save_file
 from test_direct_loads import slabs
