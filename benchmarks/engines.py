@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,6 +47,7 @@ class Recipe:
     name: str
     transfer: dict[str, Any] | None = None  #: of KVTransferConfig
     options: dict[str, Any] = attrs.field(factory=dict)  #: of LLM
+    prepare: Callable[[], object] = dict  #: called in the process of the engine, before it starts
 
 
 @attrs.frozen
@@ -154,6 +155,7 @@ def _start(recipe: Recipe, model: Path) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
+    recipe.prepare()
     transfer = recipe.transfer and KVTransferConfig(**recipe.transfer)
     return LLM(str(model), **{**_OPTIONS, **recipe.options}, kv_transfer_config=transfer)
 

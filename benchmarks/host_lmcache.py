@@ -16,6 +16,7 @@ from lmcache.v1.distributed.l2_adapters.config import get_l2_adapter_config_clas
 from lmcache.v1.distributed.l2_adapters.factory import create_l2_adapter_from_registry
 from lmcache.v1.distributed.memory_manager.l1_memory_manager import L1MemoryManager
 
+from benchmarks import host_engines
 from benchmarks.bare import must
 from benchmarks.host_sides import KVTIER, PAGE, PAGES, SLOTS, Side, compared, disk, stack, wait_for
 from benchmarks.measure import Table
@@ -54,6 +55,7 @@ def tables(place: Path) -> Iterator[Table]:
                 "the server in each lookup; kvtier knows what it has stored."
             )
             yield compared("Pages of LMCache's memory, beside its own adapter for Redis", says, sides)
+    yield host_engines.lmcache_table(place)
 
 
 def _ours(place: Path, tier: dict[str, object]) -> dict[str, Any]:
@@ -87,9 +89,7 @@ class _Adapter(Side):
         self._others: list[ObjectKey] = []  # that fill kvtier's arena between two loads
 
     def open(self) -> None:
-        if models := getattr(self.real, "_models", None):
-            self.look(hits=0)
-            wait_for(lambda: models[MODEL].is_open)
+        self.look(hits=0)
 
     def close(self) -> None:
         self.real.close()

@@ -27,7 +27,7 @@ from kvtier_core.types import Namespace, Nbytes
 FS = "vLLM's fs tier"
 #: By module of this package: the packages that it needs besides, where `make test-hosts` has put them, and the tests'.
 OTHERS = {
-    "host_lmcache": ("build/lmcache-0.5.6",),
+    "host_lmcache": ("build/lmcache-0.5.6", "tests"),
     "host_sglang": ("build/sglang-0.5.23", "tests/hosts"),
 }
 

@@ -112,9 +112,9 @@ def _word(word: object) -> bytes | str:
     return word if isinstance(word, bytes) else str(word)
 
 
-def wait_until(condition: Callable[[], object], otherwise: str) -> None:
+def wait_until(condition: Callable[[], object], otherwise: str, seconds: float = _PATIENCE) -> None:
     """Look again and again until it holds. Fails with the sentence ``otherwise`` when that takes too long."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, otherwise
         time.sleep(_TICK)
