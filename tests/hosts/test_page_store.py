@@ -18,8 +18,8 @@ from kvtier_core.hosts.pages import PageStore, Result
 from kvtier_core.types import Namespace
 from kvtier_disk.backend import DiskBackend
 
-NBYTES = 20_000  # no multiple of anything
-FRAME = 24_576
+NBYTES = 30_000  # no multiple of anything
+FRAME = 36_864
 FACTS = Namespace.of({"weights": "these"})
 KEYS = [b"%d" % number for number in range(40)]
 

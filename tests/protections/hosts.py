@@ -103,8 +103,8 @@ MUTANTS = (
     Mutant(
         "pages-of-any-kind",
         MODEL,
-        "if page == self._page:",
-        "if page.nbytes == self._page.nbytes:",
+        "store = self._store if asked == self._page and not self._ended else None",
+        "store = None if self._ended else self._store",
         OF_MODELS + "test_pages_of_a_second_kind_are_refused",
     ),
     Mutant(

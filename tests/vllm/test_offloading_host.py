@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import threading
 import time
 from pathlib import Path
@@ -211,9 +212,10 @@ def test_another_host_over_the_same_folder_finds_nothing(offloading, model, tmp_
     ((config, namespace, nbytes),) = opened
     ours = PageStore(config, namespace, nbytes)
     lmcache = ModelPages(config, "a name", model, {"host": "LMCache"})
-    wait_until(lambda: lmcache.store_for(Page("bytes", nbytes)), "its weights are not read")
+    opens: queue.SimpleQueue[PageStore | None] = queue.SimpleQueue()
+    lmcache.when_open(Page("bytes", nbytes), opens.put)
     try:
-        theirs = lmcache.store_for(Page("bytes", nbytes))
+        theirs = opens.get(timeout=60)
         assert len(stored) >= CHUNKS
         assert [found(each, stored) for each in (ours, theirs)] == [set(stored), set()]
     finally:
