@@ -50,11 +50,11 @@ void bind_lru(nb::module_& m) {
 void bind_gittins(nb::module_& m) {
   bind<Gittins>(m, "Gittins")
       .def("__init__", [](Gittins* self, size_t sizes) {
-             if (sizes < 1 || sizes > 64) throw nb::value_error("sizes: 1 to 64 can be told apart");
+             if (sizes < 1 || sizes > 32) throw nb::value_error("sizes: 1 to 32 can be told apart");
              new (self) Gittins(sizes);
            }, "sizes"_a)
-      .def("request", [](Gittins& self, nb::handle path, double now, nb::handle) {
-             self.request(keys_of(path), now);
+      .def("request", [](Gittins& self, nb::handle path, double now, nb::object hints) {
+             self.request(keys_of(path), now, hints.attr("get")("session").equal(nb::str("ends")));
            }, "path"_a, "now"_a, "hints"_a)
       .def("admit", [](Gittins& self, nb::handle object, nb::handle) {
              const Key key = key_of(object);

@@ -37,7 +37,7 @@ class Gittins {
 
   explicit Gittins(size_t sizes);
 
-  void request(std::span<const Key> path, double now);
+  void request(std::span<const Key> path, double now, bool ends);  // ends: said to end its session
   bool admit(const Key& key);                  // false if it is held
   bool forget(const Key& key, bool evicted);   // false if it is not held
   std::optional<bool> prefers(const Key& newcomer, const Key& victim) const;  // nullopt if the victim is not known
@@ -109,7 +109,7 @@ class Gittins {
   void bound_ghosts();
   void rank();
 
-  const size_t sizes_;
+  const size_t sizes_, width_;  // classes of a number of requests, without and with those that end a session
   Table<Held> held_;
   Table<Ghost> ghosts_;
   List<&Ghost::order> remembered_;  // the oldest ghost first

@@ -1,11 +1,11 @@
 """Evicts the chunk that is least likely to return soon for the space it takes, by learned odds and Gittins' index.
 
-A chunk's class is how often it was requested so far (once, twice, more) and how many chunks were new in the last
-request that named it, by powers of two. For each class a life table says what share of the chunks that were idle for
-a given time returned within the next step of age; it learns from held chunks and from four ghosts for each of them.
-The index of a class at an age is the best rate, over all horizons, of returns per second of space. The lowest index is
-evicted first, and a newcomer whose index is lower still is not admitted. While little is known, odds fall with
-age, as in `lru`.
+A chunk's class is how often it was requested so far (once, twice, more), how many chunks were new in the last request
+that named it, by powers of two, and whether the client said of that request that its session ends. For each class a
+life table says what share of the chunks that were idle for a given time returned within the next step of age; it learns
+from held chunks and from four ghosts for each of them. The index of a class at an age is the best rate, over all
+horizons, of returns per second of space. The lowest index is evicted first, and a newcomer whose index is lower still
+is not admitted. While little is known, odds fall with age, as in `lru`.
 
 J. C. Gittins, "Bandit processes and dynamic allocation indices" (J. R. Stat. Soc. B 41(2), 1979); E. L. Kaplan and
 P. Meier (J. Am. Stat. Assoc. 53, 1958) for the table. N. Beckmann, H. Chen and A. Cidon, "LHD" (NSDI 2018) rank by
@@ -33,6 +33,8 @@ from kvtier_core.types import ChunkKey
 _REUSES = 3
 #: How many powers of two of new chunks in a request are told apart.
 _SIZES = 10
+#: The hint that no request will continue this one. It is no order: what it is worth is learned.
+_HINT, _ENDS = "session", "ends"
 #: Ghosts for each held key, and the least number of them that are kept.
 _GHOSTS = 4
 _FEW = 64
@@ -89,14 +91,15 @@ class _Cell:
 
 
 class Gittins(EvictionPolicy):
-    """The policy; ``sizes`` is how many powers of two of new chunks in a request are told apart, 1 to 64."""
+    """The policy; ``sizes`` is how many powers of two of new chunks in a request are told apart, 1 to 32."""
 
     def __init__(self, sizes: int) -> None:
         self._sizes = sizes
+        self._width = 2 * sizes  # classes of a number of requests: those whose session goes on, and those whose ends
         self._group: dict[ChunkKey, _Group] = {}  # of held keys and of ghosts
         self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()  # the oldest first
-        self._table = LifeTable(_REUSES, sizes)
-        self._cells = [[_Cell() for _ in range(AGES)] for _ in range(_REUSES * sizes)]
+        self._table = LifeTable(_REUSES, self._width)
+        self._cells = [[_Cell() for _ in range(AGES)] for _ in range(_REUSES * self._width)]
         self._due: list[tuple[float, int, int]] = []  # when the oldest group of a cell reaches the next step of age
         self._live: list[int] = []  # ranks of the cells with a held key, ascending
         self._requests = itertools.count(1)
@@ -105,6 +108,8 @@ class Gittins(EvictionPolicy):
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         self._grow_older(now)
         size = min(sum(key not in self._group for key in path).bit_length(), self._sizes - 1)
+        if hints.get(_HINT) == _ENDS:
+            size += self._sizes
         fresh: dict[int, _Group] = {}
         for key in reversed(path):  # leaf before root, so that a prefix is evicted last of its group
             before = self._group.get(key)
@@ -113,7 +118,7 @@ class Gittins(EvictionPolicy):
             if before is None:
                 cls, held = size, False
             else:
-                cls = min(before.cls // self._sizes + 1, _REUSES - 1) * self._sizes + size
+                cls = min(before.cls // self._width + 1, _REUSES - 1) * self._width + size
                 held = key in before.held
                 self._table.returned(before.cls, before.age, 1 / before.named)
                 self._leave(before, key, held=held)

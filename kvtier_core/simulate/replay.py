@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -70,16 +70,18 @@ def replay(
     tally = Tally()
     for prompt in trace.prompts:
         clock.now = prompt.at
-        hit_sources = serve(manager, prompt.path, tally.written)
+        hit_sources = serve(manager, prompt.path, tally.written, prompt.hints)
         tally.add(trace, prompt, hit_sources, costs)
         tick()
     manager.close()
     return tally
 
 
-def serve(manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str]) -> Sequence[str]:
+def serve(
+    manager: StorageManager, path: Sequence[ChunkKey], written: Counter[str], hints: Mapping[str, str] | None = None
+) -> Sequence[str]:
     """Serve a prompt as the scheduler side does. Returns the tiers from which its leading chunks came."""
-    manager.on_request(path)
+    manager.on_request(path, hints)
     sources = _look_up(manager, path, written)
     _account(manager.step(), written)  # as an engine does before each forward
     manager.release(_PROMPT)

@@ -14,7 +14,7 @@ import io
 import json
 import pathlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,7 @@ class Prompt:
     at: float  #: seconds since the trace began
     tokens: int
     path: tuple[ChunkKey, ...]
+    hints: Mapping[str, str] = attrs.field(factory=dict, hash=False)  #: those of a client
 
 
 @attrs.frozen
@@ -199,7 +200,10 @@ def _prompt(line: _Line, chunk_tokens: int, names: _Names) -> Prompt:
     if ids and len(ids) not in (tokens // chunk_tokens, -(-tokens // chunk_tokens)):
         why = f"{len(ids)} ids, and {tokens} tokens are {tokens / chunk_tokens:.1f} chunks of {chunk_tokens}"
         raise line.wrong("hash_ids", why, "give the number of tokens in a chunk: --chunk-tokens")
-    return Prompt(at / 1000, tokens, names.path(ids))
+    hints = line.fields.get("hints", {})
+    if not isinstance(hints, dict) or not all(isinstance(each, str) for each in hints.values()):
+        raise line.wrong("hints", f"expected texts by name, found {_shown(hints)}")
+    return Prompt(at / 1000, tokens, names.path(ids), hints)
 
 
 def _shown(value: object) -> str:

@@ -124,6 +124,24 @@ def test_a_newcomer_of_a_class_that_never_returns_is_refused_once_that_is_known(
 
 
 @both_simple
+@pytest.mark.parametrize("they_lie", [False, True])
+def test_chunks_of_sessions_that_are_said_to_end_leave_first_unless_they_come_back(simple, they_lie):
+    """What the hint is worth is learned: who says it of sessions that go on loses and gains nothing."""
+    policy, ends = simple.open(), {"session": "ends"}
+    for now in range(0, 20_000, 10):
+        goes_on, ended = numbered([now + 1, now + 2])
+        policy.request([goes_on], now * 1.0, {})
+        policy.request([ended], now * 1.0, ends)
+        policy.request([goes_on], now + 9.0, {})
+        if they_lie:
+            policy.request([ended], now + 9.0, ends)
+    for key, now, hints in ((LOVED, 20_000.0, {}), (NEWCOMER, 20_000.4, ends)):
+        policy.request([key], now, hints)
+        policy.admit(key, 1)
+    assert next(policy.victims()) == (LOVED if they_lie else NEWCOMER)
+
+
+@both_simple
 def test_gittins_is_warm_after_a_restart(simple):
     before, after = simple.open(), simple.open()
     taught(before)

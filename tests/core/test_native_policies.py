@@ -29,6 +29,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 KEYS = make_keys(90)
 #: Seconds from one request to the next: less than the first step of age, and more than the last.
 PAUSES = (0.0, 0.001, 0.2, 0.5, 3.0, 61.0, 3600.0, 86400.0, 1e6)
+HINTS = ({}, {"session": "ends"}, {"session": "goes on", "turn": "ends"})
 
 
 def compiled(kind: str) -> EvictionPolicy:
@@ -57,9 +58,9 @@ class Both:
         assert answer == expected, f"{verb}{arguments}"
         return answer
 
-    def request(self, path, pause):
+    def request(self, path, pause, hints=None):
         self.now += pause
-        self._ask("request", path, self.now, {})
+        self._ask("request", path, self.now, hints or {})
 
     def admit(self, key):
         self._ask("admit", key, 4096)
@@ -92,7 +93,12 @@ def _outcome(verb, arguments, more):
 WHICH = st.integers(0, len(KEYS) - 1)
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("request"), st.lists(WHICH, min_size=1, max_size=40), st.sampled_from(PAUSES)),
+        st.tuples(
+            st.just("request"),
+            st.lists(WHICH, min_size=1, max_size=40),
+            st.sampled_from(PAUSES),
+            st.sampled_from(HINTS),
+        ),
         st.tuples(st.just("store"), st.integers(0, 80), st.integers(1, 10), st.sampled_from(PAUSES)),
         st.tuples(st.just("admit"), WHICH),
         st.tuples(st.just("forget"), WHICH, st.booleans()),
@@ -106,8 +112,8 @@ STEPS = st.lists(
 def step(both: Both, move: str, *what) -> None:
     """Anything, by callers who are right and by those who are wrong."""
     match move, what:
-        case "request", (which, pause):
-            both.request([KEYS[i] for i in which], pause)
+        case "request", (which, pause, hints):
+            both.request([KEYS[i] for i in which], pause, hints)
         case "store", (first, count, pause):
             both.request(KEYS[first : first + count], pause)
             for key in reversed(KEYS[first : first + count]):
@@ -155,7 +161,7 @@ class Traffic:
             path = self._strangers(rng.randint(1, 12))
             if rng.random() < 0.1:
                 self.paths.append(path)
-        self.both.request(path, rng.choice(PAUSES if rng.random() < 0.02 else PAUSES[:4]))
+        self.both.request(path, rng.choice(PAUSES if rng.random() < 0.02 else PAUSES[:4]), rng.choice(HINTS))
         for key in reversed(path):
             if key not in self.both.held:
                 self._store(key)

@@ -183,8 +183,8 @@ def test_no_policy_exceeds_the_bound(policy, sizes):
     assert bound.mean < tally.mean < study.nothing().mean
 
 
-def test_time_is_the_traces():
-    seen = []
+def test_time_and_hints_are_the_traces():
+    seen, hints = [], {"session": "ends"}
 
     @attrs.frozen
     class WatchConfig(EvictionConfig):
@@ -192,8 +192,12 @@ def test_time_is_the_traces():
 
         def open(self):
             policy = Lru()
-            policy.request = lambda path, now, hints: seen.append(now)
+            policy.request = lambda path, now, hints: seen.append((now, hints))
             return policy
 
-    run(trace_of(["a", "b", "c"]), stack(9, policy=WatchConfig))
-    assert seen == [0.0, 1.0, 2.0]
+    trace = trace_of(["a", "b", "c"])
+    run(
+        attrs.evolve(trace, prompts=(*trace.prompts[:2], attrs.evolve(trace.prompts[2], hints=hints))),
+        stack(9, policy=WatchConfig),
+    )
+    assert seen == [(0.0, {}), (1.0, {}), (2.0, hints)]

@@ -106,6 +106,7 @@ def test_a_byte_order_mark_is_passed_over(written, tmp_path):
         ({**LINE, "timestamp": float("nan")}, ":2: $.timestamp: expected milliseconds, found NaN"),
         ({**LINE, "input_length": -3}, ":2: $.input_length: expected a whole number from 1 on, found -3"),
         ({**LINE, "input_length": True}, ":2: $.input_length: expected a whole number from 1 on, found true"),
+        ({**LINE, "hints": {"session": 1}}, ':2: $.hints: expected texts by name, found {"session": 1}'),
         ({**LINE, "hash_ids": 5}, ":2: $.hash_ids: expected a list of whole numbers, found 5"),
         ({**LINE, "hash_ids": [1, "b"]}, ':2: $.hash_ids: expected a list of whole numbers, found [1, "b"]'),
         ({**LINE, "hash_ids": "x" * 50}, ":2: $.hash_ids: expected a list of whole numbers, "
