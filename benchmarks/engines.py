@@ -47,7 +47,7 @@ class Recipe:
     name: str
     transfer: dict[str, Any] | None = None  #: of KVTransferConfig
     options: dict[str, Any] = attrs.field(factory=dict)  #: of LLM
-    prepare: Callable[[], object] = dict  #: called in the process of the engine, before it starts
+    prepare: Callable[[], None] | None = None  #: called in the process of the engine, before it starts
 
 
 @attrs.frozen
@@ -155,7 +155,8 @@ def _start(recipe: Recipe, model: Path) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    recipe.prepare()
+    if recipe.prepare:
+        recipe.prepare()
     transfer = recipe.transfer and KVTransferConfig(**recipe.transfer)
     return LLM(str(model), **{**_OPTIONS, **recipe.options}, kv_transfer_config=transfer)
 

@@ -64,7 +64,7 @@ class ModelPages:
         self._lock = threading.Lock()  # of all below
         self._page: Page | None = None
         self._store: PageStore | None = None
-        self._waiting: list[_Begin] | None = []  # None: no longer
+        self._waiting: list[_Begin] | None = []  # None: nobody waits any more
         self._refused: set[Page] = set()
         self._ended = ""  # why nothing is served any more
         found = run(self._state)

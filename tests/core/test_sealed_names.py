@@ -75,7 +75,7 @@ class Redis:
     """A store on a server."""
 
     def __init__(self, server):
-        self.server, self.tier = server, f"type: redis, url: {server.url}, capacity: {64 * FRAME}B"
+        self.server, self.tier = server, f"type: redis, url: {server.url}, capacity: {128 * FRAME}B"
 
     def seen(self):
         """All names and values."""
@@ -94,7 +94,7 @@ class Bucket:
 
     def __init__(self, server, prefix):
         self.url, self.prefix = server.url, prefix
-        self.tier = f"type: s3, bucket: {BUCKET}, prefix: {prefix}, endpoint: '{server.url}', capacity: {64 * FRAME}B"
+        self.tier = f"type: s3, bucket: {BUCKET}, prefix: {prefix}, endpoint: '{server.url}', capacity: {128 * FRAME}B"
 
     def seen(self):
         """All names, contents and headers."""
@@ -115,7 +115,7 @@ def place(store, tmp_path, request):
         with one_server(tmp_path / "server") as server:
             yield Redis(server)
         return
-    path, capacity = tmp_path / "store", f"capacity: {64 * FRAME}B"
+    path, capacity = tmp_path / "store", f"capacity: {128 * FRAME}B"
     yield Folder(
         tmp_path,
         {

@@ -19,9 +19,10 @@ from kvtier_core.config.compose import Runtime, open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError
-from kvtier_core.layouts import ChunkLayout, KVKind
+from kvtier_core.layouts import ChunkLayout, KVKind, frame_nbytes
+from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.testing.samples import make_context, make_group, make_keys, make_layout
-from kvtier_core.types import FRAME_ALIGNMENT, StoredFrame
+from kvtier_core.types import StoredFrame
 from kvtier_gds.backend import GdsBackend
 from kvtier_gds.config import GdsConfig
 
@@ -96,7 +97,7 @@ def test_slabs_that_are_full_take_newcomers_for_the_least_recent(stack, tmp_path
 def test_the_policy_state_does_not_take_a_chunks_room(stack, tmp_path):
     """It is a frame of another length, written before the slabs are full; the tier has kept its bytes for it."""
     names = "[" + ", ".join(str(tmp_path / name) for name in "abc") + "]"
-    capacity = 400 * FRAME + 4 * FRAME_ALIGNMENT
+    capacity = 400 * FRAME + frame_nbytes(len(GittinsConfig().open().save()))
     paths = [make_keys(CHUNKS * 150)[i : i + CHUNKS] for i in range(0, CHUNKS * 150, CHUNKS)]
     tier = f"{{type: gds, paths: {names}, capacity: {capacity}B, eviction: gittins, mode: bounce}}"
     with stack(CPU, tier) as serving:
