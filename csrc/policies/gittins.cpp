@@ -17,9 +17,9 @@ constexpr double fraction(uint64_t votes) { return static_cast<double>(votes) / 
 
 Gittins::Gittins(size_t sizes)
     : sizes_(sizes),
-      width_(2 * sizes),
-      table_(kReuses, width_),
-      cells_(kReuses * width_ * kAges),
+      kinds_(2 * sizes),
+      table_(kReuses, kinds_),
+      cells_(kReuses * kinds_ * kAges),
       live_(cells_.size()) {}
 
 void Gittins::request(std::span<const Key> path, double now, bool ends) {
@@ -31,7 +31,8 @@ void Gittins::request(std::span<const Key> path, double now, bool ends) {
     found_.push_back(find(key));
     unknown += found_.back().number == kNone;
   }
-  const size_t size = std::min<size_t>(static_cast<size_t>(std::bit_width(unknown)), sizes_ - 1) + (ends ? sizes_ : 0);
+  const size_t size = std::min<size_t>(static_cast<size_t>(std::bit_width(unknown)), sizes_ - 1);
+  const size_t kind = ends ? size + sizes_ : size;
   // The new groups, one for each count of reuses, in the order in which they are needed.
   Number fresh[kReuses];
   size_t count = 0;
@@ -46,13 +47,13 @@ void Gittins::request(std::span<const Key> path, double now, bool ends) {
       if (is_fresh(before)) continue;  // named twice in one path
       const Group& group = groups_[before];
       table_.returned(group.class_age, 1.0 / group.named);
-      reuses = std::min<size_t>(group.class_age.cls / width_ + 1, kReuses - 1);
+      reuses = std::min<size_t>(group.class_age.cls / kinds_ + 1, kReuses - 1);
       leave(found);
       drop_if_empty(before);
     } else {
       found = {remember(path[i]), false};
     }
-    const auto cls = static_cast<uint8_t>(reuses * width_ + size);
+    const auto cls = static_cast<uint8_t>(reuses * kinds_ + kind);
     Number* group = std::find_if(fresh, fresh + count, [&](Number each) { return groups_[each].class_age.cls == cls; });
     if (group == fresh + count) fresh[count++] = new_group(cls, now);
     join(*group, found);
@@ -235,7 +236,7 @@ void Gittins::bound_ghosts() {
 
 void Gittins::rank() {
   table_.fade(kFade);
-  std::vector<LifeTable::Row> waiting(kReuses * width_);
+  std::vector<LifeTable::Row> waiting(kReuses * kinds_);
   for (size_t i = 0; i < cells_.size(); i++) waiting[i / kAges][i % kAges] = fraction(cells_[i].votes);
   table_.rank(waiting);
   live_.clear();

@@ -109,7 +109,8 @@ class Gittins {
   void bound_ghosts();
   void rank();
 
-  const size_t sizes_, width_;  // classes of a number of requests, without and with those that end a session
+  const size_t sizes_;
+  const size_t kinds_;  // of requests: of each size, and again of each size if the session ends
   Table<Held> held_;
   Table<Ghost> ghosts_;
   List<&Ghost::order> remembered_;  // the oldest ghost first

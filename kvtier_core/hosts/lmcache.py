@@ -176,8 +176,8 @@ class KVTierL2Adapter(L2AdapterInterface):
             self._signal(kind)
 
         for (model, page, *_), numbers in rows.items():
-            served, begin_it = self._model(model, page, kind), functools.partial(begin, model, numbers)
-            served.when_open(page, begin_it) if served else begin_it(None)
+            of_model, start = self._model(model, page, kind), functools.partial(begin, model, numbers)
+            of_model.when_open(page, start) if of_model else start(None)
         if not rows:
             self._signal(kind)
         return begun

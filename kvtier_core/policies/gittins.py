@@ -95,11 +95,11 @@ class Gittins(EvictionPolicy):
 
     def __init__(self, sizes: int) -> None:
         self._sizes = sizes
-        self._width = 2 * sizes  # classes of a number of requests: those whose session goes on, and those whose ends
+        self._kinds = 2 * sizes  # of requests: of each size, and again of each size if the session ends
         self._group: dict[ChunkKey, _Group] = {}  # of held keys and of ghosts
         self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()  # the oldest first
-        self._table = LifeTable(_REUSES, self._width)
-        self._cells = [[_Cell() for _ in range(AGES)] for _ in range(_REUSES * self._width)]
+        self._table = LifeTable(_REUSES, self._kinds)
+        self._cells = [[_Cell() for _ in range(AGES)] for _ in range(_REUSES * self._kinds)]
         self._due: list[tuple[float, int, int]] = []  # when the oldest group of a cell reaches the next step of age
         self._live: list[int] = []  # ranks of the cells with a held key, ascending
         self._requests = itertools.count(1)
@@ -108,17 +108,16 @@ class Gittins(EvictionPolicy):
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         self._grow_older(now)
         size = min(sum(key not in self._group for key in path).bit_length(), self._sizes - 1)
-        if hints.get(_HINT) == _ENDS:
-            size += self._sizes
+        kind = size + self._sizes if hints.get(_HINT) == _ENDS else size
         fresh: dict[int, _Group] = {}
         for key in reversed(path):  # leaf before root, so that a prefix is evicted last of its group
             before = self._group.get(key)
             if before is not None and before is fresh.get(before.cls):
                 continue  # named twice in one path
             if before is None:
-                cls, held = size, False
+                cls, held = kind, False
             else:
-                cls = min(before.cls // self._width + 1, _REUSES - 1) * self._width + size
+                cls = min(before.cls // self._kinds + 1, _REUSES - 1) * self._kinds + kind
                 held = key in before.held
                 self._table.returned(before.cls, before.age, 1 / before.named)
                 self._leave(before, key, held=held)

@@ -6,9 +6,9 @@ import contextlib
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ class LMCacheServer:
     """It has ``memory`` GiB above one L2 adapter, ``spec``, and logs into the folder."""
 
     def __init__(self, folder: Path, spec: Mapping[str, Any], *, chunk_tokens: int, memory: float):
-        self._port = free_port()
+        self._port, self._http = free_port(), free_port()
         self._log = folder / "server.log"
-        command = [sys.executable, "-c", _MAIN, "server", "--port", str(self._port), "--http-port", str(free_port())]
+        command = [sys.executable, "-c", _MAIN, "server", "--port", str(self._port), "--http-port", str(self._http)]
         command += ["--l1-size-gb", str(memory), "--eviction-policy", "LRU", "--chunk-size", str(chunk_tokens)]
         command += ["--supported-transfer-mode", "engine_driven", "--l2-adapter", json.dumps(spec)]
         path = os.pathsep.join(filter(None, sys.path))
@@ -55,6 +55,9 @@ class LMCacheServer:
 
     def _answers(self) -> bool:
         assert self._process.poll() is None, self._log.read_text()
-        with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", self._port)):
-            return "cache server is running..." in self._log.read_text()
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{self._http}/healthcheck") as answer,
+        ):
+            return answer.status == 200
         return False
