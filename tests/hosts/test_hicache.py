@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -207,15 +206,12 @@ def test_a_server_that_stands_still_is_waited_for_no_longer_than_load_wait(backe
         writer.close()
         reader = backend(tier, load_wait="300ms")
         assert reader.batch_exists(KEYS) == PAGES
-        os.kill(server.process.pid, signal.SIGSTOP)
         before = reader.mem_pool_host.kv_buffer.clone()
-        try:
+        with server.stopped():
             began = time.monotonic()
             assert not any(reader.batch_get_v1(KEYS, INDICES))
             assert reader.batch_exists([key.replace("0", "f") for key in KEYS]) == 0
             assert time.monotonic() - began < 30
-        finally:
-            os.kill(server.process.pid, signal.SIGCONT)
         assert torch.equal(before, reader.mem_pool_host.kv_buffer)
 
 

@@ -6,13 +6,13 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 
 import pytest
 from engine_process import BLOCKS, LAYOUT, NAMESPACE, OWN, STEPS, filled
 from served import PATIENT, config_of, serving
+from servers.stopping import stop
 from test_kills import at_rest, engine, erase, server, within
 from test_shared_stack import OTHERS, steps_until
 
@@ -145,7 +145,7 @@ def test_slots_of_a_hung_worker_stay_as_they_are_until_it_has_ended(tmp_path, ke
     path = tmp_path / "kvtier.sock"
     half = [step.__name__ for step in STEPS].index("fills_the_rest")
     with server(tmp_path, path, keep=keep, capacity=CAPACITY) as killed, engine(path, half) as hung:
-        hung.send_signal(signal.SIGSTOP)
+        stop(hung.pid)
         killed.kill()
         killed.wait()
         with serving(tmp_path, SLOTS, keep=keep) as second:

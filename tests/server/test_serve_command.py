@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from servers.stopping import stop
 from test_kills import process, server
 
 KVTIER = Path(sys.executable).with_name("kvtier")
@@ -56,7 +57,7 @@ def test_a_probe_fails_while_the_server_is_stopped_and_when_there_is_none(tmp_pa
     path = tmp_path / "s"
     assert "No such file" in kvtier("serve", "--probe", path).stderr
     with server(tmp_path, path) as stopped:
-        stopped.send_signal(signal.SIGSTOP)
+        stop(stopped.pid)
         probed = kvtier("serve", "--probe", path)
         stopped.send_signal(signal.SIGCONT)
         assert probed.returncode == 2 and "no progress" in probed.stderr

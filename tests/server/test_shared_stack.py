@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from engine_process import LAYOUT, NAMESPACE, OWN, STEPS, filled
 from served import PATIENT, serving
+from servers.stopping import stop
 from test_kills import at_rest, engine, server, within
 
 from kvtier_core.config.load import load_config
@@ -160,7 +161,7 @@ def test_stacks_that_nobody_used_for_the_longest_time_are_closed(tmp_path):
 def test_the_slots_of_a_hung_worker_are_kept_until_it_has_ended(tmp_path):
     filling = [step.__name__ for step in STEPS].index("fills_the_rest")
     with serving(tmp_path, slots=8) as served, engine(served.path, filling) as hung:
-        hung.send_signal(signal.SIGSTOP)
+        stop(hung.pid)
         (session,) = served.server.sessions.values()
         arena = session.space.stack.arenas[0]
         other = served.stack()
@@ -238,7 +239,7 @@ def test_a_server_that_stops_answering_costs_one_wait_and_is_used_when_it_answer
         stack = RemoteStack(path, Opening("model", "engine", NAMESPACE, LAYOUT))
         store(stack, OWN)
         stack.drain(5)
-        stopped.send_signal(signal.SIGSTOP)
+        stop(stopped.pid)
         first = stack.lookup(OWN, "request")
         assert first.pending == len(OWN) and stack.still_pending("request")
         assert not stack.reserve(OWN, "store"), "it waits a little longer, and once as well"

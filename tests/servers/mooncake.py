@@ -18,6 +18,7 @@ import attrs
 import pytest
 
 from servers.redis import free_port, wait_until
+from servers.stopping import stopped
 
 ROOM = 64 << 20  #: that a client lends where a test needs little
 #: So that nothing that a test leaves behind is kept for minutes: leases, writes that never end, clients that are gone.
@@ -67,15 +68,9 @@ class Process:
             self.process.kill()
             self.process.wait()
 
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
+    def stopped(self) -> contextlib.AbstractContextManager[None]:
         """It does nothing until the end of the context, and its connections stay open."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
+        return stopped(self.process.pid)
 
 
 @attrs.define

@@ -19,6 +19,8 @@ import attrs
 import hiredis
 import pytest
 
+from servers.stopping import stopped
+
 _PATIENCE = 30.0  # seconds for a server to start, or for a cluster to agree
 _TICK = 0.02
 #: Settings of a server that writes nothing to the disk.
@@ -74,14 +76,9 @@ class RedisServer:
             self.process.wait()
             self.socket.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
+    def stopped(self) -> contextlib.AbstractContextManager[None]:
         """It does nothing until the end of the context, and its connections stay open."""
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
+        return stopped(self.process.pid)
 
     def ask(self, *words: object) -> Any:
         """The answer to a command; a hiredis.ReplyError if it is one."""

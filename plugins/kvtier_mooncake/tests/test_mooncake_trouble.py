@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from servers.mooncake import ROOM, Master
 from servers.redis import wait_until
+from servers.stopping import stop
 from sizes import some
 
 from kvtier_core.errors import BackendError, StoreFull
@@ -201,7 +202,7 @@ def test_a_client_that_hangs(master, owner, open_tier):
     tier = open_tier(master, timeout=1)
     works(tier)
     client = client_of(os.getpid())
-    os.kill(client, signal.SIGSTOP)
+    stop(client)
     for _ in range(9):
         with pytest.raises(BackendError, match="no answer"):
             tier.contains(KEYS)
@@ -214,7 +215,7 @@ def test_a_late_answer_is_not_taken_for_the_next(master, owner, open_tier):
     tier = open_tier(master, timeout=3)
     write(tier, ONE)
     client = client_of(os.getpid())
-    os.kill(client, signal.SIGSTOP)
+    stop(client)
     for late in (lambda: read(tier, ONE), lambda: tier.contains([ONE, ONE])):
         with pytest.raises(BackendError, match="no answer in time"):
             late()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import signal
 
 import pytest
 from frames import frame, read, told
 from redis.crc import key_slot
 from servers.redis import wait_until
 from servers.redis_groups import cluster
+from servers.stopping import stop
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
@@ -101,7 +101,7 @@ def test_a_node_that_is_gone_fails_its_own_keys(nodes_of_which_one_goes, tier, g
     if gone == "killed":
         nodes[1].kill()
     else:
-        nodes[1].process.send_signal(signal.SIGSTOP)
+        stop(nodes[1].process.pid)
     served = [key not in on(1) for key in KEYS]
     assert tier.contains(KEYS) == served
     assert [outcome == "hit" for outcome in read(tier, *KEYS)] == served
