@@ -25,7 +25,7 @@ from kvtier_core.simulate.replay import serve
 from kvtier_core.simulate.traces import Trace, read_trace
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import ChunkKey, Nbytes
-from kvtier_peers.digest import FINGERPRINT_NBYTES, Changes, Copy, Digest, fingerprints, holders
+from kvtier_peers.digest import FINGERPRINT_NBYTES, Changes, Copy, Digest, Memory, fingerprints, holders
 from kvtier_peers.link import Following, Link
 from kvtier_peers.listener import pace
 
@@ -177,7 +177,8 @@ class _Node:
         layout = stacks.layout_of(chunk_tokens, TOKEN_NBYTES)
         capacity = Nbytes(SLOTS * layout.frame_nbytes)
         self.manager = open_dry_run(stacks.stack_of([capacity], [LruConfig()], chunk_tokens), layout, Clock(), SLOTS)
-        self.digest = Digest(b"", lambda: list(self.manager.arenas[0].index.resident))
+        memory = Memory(self.manager.arenas[0].index.resident)
+        self.digest = Digest(b"", lambda: [memory])
         self.copy = Copy()  #: that of every other node
         self.read = Counter[str]()
 

@@ -1,4 +1,4 @@
-"""Frames in the memory of another process, read over TCP, against a bare socket that receives as many bytes."""
+"""Frames of another process, read over TCP: from its memory, against a bare socket; from its disk, against a disk."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 
-from benchmarks.measure import GIB, Case, Table, interleaved, progress
-from kvtier_core.testing.samples import make_context, make_keys
-from kvtier_core.types import Nbytes, Seconds
+from benchmarks.measure import GIB, Case, Table, interleaved, progress, scratch
+from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.frames.format import seal
+from kvtier_core.frames.shown_store import ShownStore
+from kvtier_core.interfaces import Backend, OpenContext
+from kvtier_core.testing.samples import make_context, make_keys, make_layout
+from kvtier_core.transfer.buffers import Buffers
+from kvtier_core.types import FRAME_HEADER_NBYTES, Nbytes, Seconds
+from kvtier_disk.config import DiskConfig
 from kvtier_peers.backend import PeersBackend
 from kvtier_peers.config import PeersConfig
 
@@ -26,6 +35,10 @@ BARE = "bare socket"
 PEERS = "kvtier_peers"
 BYTE = "one byte there and back"
 CONTAINS = f"kvtier_peers, `contains` of {KEYS} keys"
+DISK = "kvtier_disk, of this node"
+THREADS = 4
+ON_DISK = 512 << 20  # bytes of a round
+LAYOUT = make_layout((2 << 20,), blocks=8)
 
 
 def tables(folder: Path) -> Iterator[Table]:
@@ -54,6 +67,73 @@ def tables(folder: Path) -> Iterator[Table]:
         header=("", "µs", "times a byte"),
         rows=[(case, f"{asked.median(case) * 1e6:.0f}", asked.ratio(case, BYTE)) for case in asked.seconds],
     )
+    progress(f"peers: from a disk, {ROUNDS} rounds")
+    with _disks(folder) as (own, node):
+        reads = interleaved([Case(DISK, partial(_read_all, own)), Case(PEERS, partial(_read_all, node))], ROUNDS)
+    yield Table(
+        title="Peers: from the disk of another node",
+        says=f"{Nbytes(ON_DISK)} in frames of {Nbytes(LAYOUT.payload_nbytes)}, by {THREADS} threads, past the page "
+        "cache. The other process has its frames on the same drive, reads and verifies each, and sends it over the "
+        f"loopback interface. Ratios are of speeds in the same round: median (min to max) of {ROUNDS}.",
+        header=("", "read GiB/s", "of the disk"),
+        rows=[
+            (case, f"{ON_DISK / reads.median(case) / GIB:.2f}", "1" if case == DISK else reads.ratio(DISK, case))
+            for case in reads.seconds
+        ],
+    )
+
+
+def _disk(path: Path) -> tuple[Backend, OpenContext]:
+    ctx = make_context(layout=LAYOUT, capacity=2 * ON_DISK)
+    return DiskConfig(path=path, min_free=Nbytes(0)).open(ctx), ctx
+
+
+def _owner_of_a_disk(path: Path, ports: multiprocessing.SimpleQueue) -> None:
+    """In the other process."""
+    disk, ctx = _disk(path)
+    store = ShownStore(disk, FrameCodec(ctx.namespace, LAYOUT))
+    for _ in store.scan():
+        pass
+    node = PeersBackend(PeersConfig(listen=f"127.0.0.1:{_free_port()}"), attrs.evolve(ctx, stored=[store]))
+    ports.put((node.facts()["listen"],))
+    time.sleep(3600)
+
+
+@contextlib.contextmanager
+def _disks(folder: Path) -> Iterator[tuple[Backend, Backend]]:
+    """A disk of this node, and a node that reads from the disk of another one. Both hold the same frames."""
+    with scratch(folder) as place, contextlib.ExitStack() as closing:
+        buffer = Buffers(LAYOUT.frame_nbytes).take()
+        buffer[FRAME_HEADER_NBYTES:] = os.urandom(len(buffer) - FRAME_HEADER_NBYTES)
+        for name in ("own", "other"):
+            disk, ctx = _disk(place / name)
+            for key in _keys():
+                seal(buffer, ctx.namespace, key, LAYOUT.payload_nbytes)
+                disk.write([key], [buffer])
+            disk.close()
+        (listen,) = closing.enter_context(_process(_owner_of_a_disk, place / "other"))
+        config = PeersConfig(listen=f"127.0.0.1:{_free_port()}", peers=[listen], patience=Seconds(5))
+        node = closing.enter_context(contextlib.closing(PeersBackend(config, ctx)))
+        while not all(node.contains(_keys())):
+            time.sleep(0.01)
+        yield closing.enter_context(contextlib.closing(_disk(place / "own")[0])), node
+
+
+def _keys() -> list:
+    return make_keys(ON_DISK // LAYOUT.payload_nbytes)
+
+
+_buffers = Buffers(LAYOUT.frame_nbytes)
+
+
+def _read_all(backend: Backend) -> None:
+    def read(key: Any) -> None:
+        view = _buffers.take()
+        assert backend.read([key], [view]) == [len(view)]
+        _buffers.give_back([view])
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(read, _keys()))
 
 
 def _owner(nbytes: int, ports: multiprocessing.SimpleQueue) -> None:
@@ -108,15 +188,20 @@ class _Bench:
 
 @contextlib.contextmanager
 def _bench(nbytes: int) -> Iterator[_Bench]:
+    with _process(_owner, nbytes) as ports, contextlib.closing(_Bench(nbytes, *ports)) as bench:
+        yield bench
+
+
+@contextlib.contextmanager
+def _process(target: Callable[..., None], *arguments: object) -> Iterator[Any]:
+    """Another process, and what it says first."""
     context = multiprocessing.get_context("spawn")
     ports = context.SimpleQueue()
-    owner = context.Process(target=_owner, args=(nbytes, ports), daemon=True)
+    owner = context.Process(target=target, args=(*arguments, ports), daemon=True)
     owner.start()
-    bench = _Bench(nbytes, *ports.get())
     try:
-        yield bench
+        yield ports.get()
     finally:
-        bench.close()
         owner.kill()
         owner.join()
 

@@ -20,6 +20,7 @@ from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.identity import identity_of
 from kvtier_core.frames.sealed_names import SealedNames
+from kvtier_core.frames.shown_store import ShownStore
 from kvtier_core.interfaces import (
     MAX_POLICY_STATE_NBYTES,
     AllocatorBackend,
@@ -31,6 +32,7 @@ from kvtier_core.interfaces import (
     OpenContext,
     PagedKVCache,
     Serializer,
+    StoredFrames,
     SupportsDirectReads,
     SupportsKeeping,
     SupportsSharing,
@@ -105,8 +107,10 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
             with collector:
                 if told := check_quality(config, number, dict(ctx.namespace.facts).get("weights", "")):
                     logger.warning("kvtier: %s", told)
-        ctx = attrs.evolve(ctx, sealed={})
+        stored: list[StoredFrames] = []
+        ctx = attrs.evolve(ctx, sealed={}, stored=stored)
         opened = _open_tiers(config, range(len(config.tiers)), ctx, runtime, closing, collector)
+        stored += [each.store for each in opened if isinstance(each.store, ShownStore)]
         collector.raise_if_any()  # a tier may evict from its store as it starts, so none starts before all are open
         for i, each in enumerate(opened):
             with collector:
@@ -115,13 +119,16 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         collector.raise_if_any()
         pool = _pool("seal", 1, runtime, closing)
         media = {tier.name: tier.config.medium for tier in config.tiers}
-        has_peers = any(tier.config.of_peers for tier in config.stores)
-        if has_peers and isinstance(levels[0], Arena):
+        if (has_peers := _has_peers(config)) and isinstance(levels[0], Arena):
             levels[0].sealed = ctx.sealed
         of_all = {"namespace": ctx.namespace, "layout": ctx.layout, "media": media, "clock": runtime.clock}
         manager = StorageManager(levels, pool=pool, seals_all=runtime.seals_all or has_peers, **of_all)
         closing.pop_all()
     return manager
+
+
+def _has_peers(config: StackConfig) -> bool:
+    return any(tier.config.of_peers for tier in config.stores)
 
 
 def check_quality(config: StackConfig, number: int, weights: str | None = None) -> str:
@@ -341,6 +348,8 @@ class _Opening:
         store = self.store(attrs.evolve(ctx, max_frame_nbytes=longest, slot_nbytes=codec.max_frame_nbytes))
         if codec.keyed_seal is not None:
             store = SealedNames(store, codec.keyed_seal)
+        if isinstance(store, Backend) and codec.is_raw and not self._shared and _has_peers(self.config):
+            store = ShownStore(store, codec)
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
         index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
         return OpenedTier(tier, store, index, codec, capacity)

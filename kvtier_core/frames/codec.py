@@ -178,6 +178,11 @@ class FrameCodec:
         """Verify, and decrypt in place, a frame of `seal_raw`."""
         return self._verify(key, frame, RAW, nbytes, b"")
 
+    def verify(self, key: ChunkKey, frame: memoryview, salt: bytes = b"") -> FrameError | None:
+        """Verify a stored frame, and decrypt it in place."""
+        nbytes = self._layout.part_of(key).payload_nbytes if self._serializer is None else None
+        return self._verify(key, frame, self.identity, nbytes, salt)
+
     def read_buffer(self, slot: memoryview) -> memoryview:
         """The buffer that a frame is read into: the slot itself if nothing is decoded. `was_read` follows."""
         return slot if self._serializer is None else self._buffers.take()
@@ -201,7 +206,7 @@ class FrameCodec:
         part = self._layout.part_of(key)
         nbytes = part.payload_nbytes
         serializer = self._serializer
-        if error := self._verify(key, frame, self.identity, nbytes if serializer is None else None, salt):
+        if error := self.verify(key, frame, salt):
             return error
         if serializer is None:
             if self.keyed_seal is not None:  # other tiers store the slot as it is, under the arena's namespace

@@ -30,7 +30,7 @@ from kvtier_core.interfaces.arena import (
     SupportsKeeping,
     SupportsSharing,
 )
-from kvtier_core.interfaces.context import Medium, OpenContext
+from kvtier_core.interfaces.context import KeyChanges, Medium, OpenContext, StoredFrames
 from kvtier_core.interfaces.direct_reader import DirectLoad, DirectReader
 from kvtier_core.interfaces.eviction import MAX_POLICY_STATE_NBYTES, EvictionConfig, EvictionPolicy, SupportsSparing
 from kvtier_core.interfaces.observer import Observer, ObserverConfig
@@ -59,6 +59,7 @@ __all__ = [
     "EvictionConfig",
     "EvictionPolicy",
     "JobResult",
+    "KeyChanges",
     "Medium",
     "Mover",
     "Observer",
@@ -70,6 +71,7 @@ __all__ = [
     "Serializer",
     "SerializerConfig",
     "Stored",
+    "StoredFrames",
     "SupportsDirectReads",
     "SupportsKeeping",
     "SupportsListing",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 import attrs
 
@@ -18,6 +20,30 @@ class Medium(enum.Enum):
     HOST = "host"  #: memory of this node
     DISK = "disk"  #: a disk of this node
     UNSPECIFIED = "unspecified"  #: anything else, for example a remote store
+
+
+@attrs.frozen
+class KeyChanges:
+    """How the keys of a `StoredFrames` have changed. None is in both collections."""
+
+    come: Collection[ChunkKey]
+    gone: Collection[ChunkKey]
+    position: int  #: of the changes that follow
+    is_complete: bool  #: are all keys in ``come``, whatever was known before?
+
+
+class StoredFrames(Protocol):
+    """The frames in a private store tier, for the threads of a tier of peers: any may call any method."""
+
+    def changes(self, position: int) -> KeyChanges:
+        """The changes since this position; all keys if that is 0, or too long ago."""
+
+    def frame(self, key: ChunkKey) -> AbstractContextManager[memoryview | None]:
+        """Read a frame, and verify it. Its memory stays until the end of the context.
+
+        None if it is not there, is damaged, or cannot be read now. Waits for the store, and for a second while as many
+        frames as may be read at once are in use.
+        """
 
 
 @attrs.frozen
@@ -46,3 +72,6 @@ class OpenContext:
     #: For a tier of peers: the sealed frames in the hottest arena, for any thread to read. Their memory may be reused
     #: at any moment: a copy counts only if its key still maps to the same view (``is``) when it is complete.
     sealed: Mapping[ChunkKey, memoryview] = attrs.field(factory=dict, eq=False, repr=False)
+    #: For a tier of peers: the frames in this engine's private store tiers that have neither a serializer nor a keyed
+    #: seal. Tiers that are opened later are added.
+    stored: Sequence[StoredFrames] = attrs.field(factory=list, eq=False, repr=False)

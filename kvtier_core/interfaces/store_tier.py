@@ -19,10 +19,10 @@ from kvtier_core.types import ChunkKey, Location, Namespace, Nbytes
 class Backend(abc.ABC):
     """Stores frames under keys.
 
-    Called on its tier's I/O threads, concurrently, but never twice at once for the same key. While the tier opens, the
-    owner's thread calls it too. Methods raise BackendError and nothing else. A call may block; if the medium permits,
-    it gives up after `OpenContext.timeout`, which covers the whole call. While a call takes longer, the tier makes no
-    other.
+    Called on I/O threads of its tier, and of a tier of peers, concurrently, but never twice at once for the same key.
+    While the tier opens, the owner's thread calls it too. Methods raise BackendError and nothing else. A call may
+    block; if the medium permits, it gives up after `OpenContext.timeout`, which covers the whole call. While a call
+    takes longer, the tier makes no other.
 
     A *shared* store has no owner: other engines add frames, and frames vanish, at any time.
 
@@ -177,8 +177,8 @@ class BackendConfig(abc.ABC):
     #: May other processes add or delete frames? See `Backend`. May be a field that users set. A shared tier needs no
     #: ``capacity``.
     shared: ClassVar[bool] = False
-    #: Are its frames in the arenas of other engines? Then the tier reads them there, writes nothing, and shows its own
-    #: `OpenContext.sealed` to the others. Such a tier is shared.
+    #: Are its frames those of other engines? Then the tier reads them there, writes nothing, and shows the others its
+    #: own: `OpenContext.sealed` and `OpenContext.stored`. Such a tier is shared.
     of_peers: ClassVar[bool] = False
     #: Does the reader of `attach_reader` unpack the shards of a packed layout (`Shard.packed`)? A `StagedReader` whose
     #: lanes have a mover of `open_mover` does.

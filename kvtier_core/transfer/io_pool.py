@@ -1,4 +1,4 @@
-"""Threads that move bytes. All threads of the data plane start here, and nothing else in it has a lock.
+"""Threads that move bytes. All threads of the data plane start here; the only other lock is in `frames/shown_store.py`.
 
 Work runs on a thread of the pool and touches only pinned or reserved slots. Its continuation, which does the
 bookkeeping, runs on the thread that calls `step`.

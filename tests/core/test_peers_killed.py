@@ -15,10 +15,12 @@ import threading
 from itertools import product
 from pathlib import Path
 
+import attrs
 import pytest
 from nodes import free_port, open_node, wait_for
 from sizes import some
 from test_shown_frames import CONTEXT, KEYS, LAYOUT, SLOTS, hot, is_whole, manager, store
+from test_shown_store import FRAMES, Frames, shown
 
 from kvtier_core.types import Seconds
 from kvtier_peers.link import Link
@@ -30,7 +32,10 @@ ENDS = [signal.SIGKILL, signal.SIGSTOP]
 
 @contextlib.contextmanager
 def process(role, address, step="", how=signal.SIGKILL):
-    """A node that churns what it shows at this address, or reads from there. The first call of a step ends it."""
+    """A node that churns what it shows at this address, in memory or in a store, or that reads from there.
+
+    The first call of a step ends it.
+    """
     command = [sys.executable, __file__, role, address, step, str(int(how))]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as node:
         try:
@@ -65,17 +70,23 @@ def reader(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("step", "how"), some(product(OWNER, ENDS), ("showed", signal.SIGKILL), ("show", signal.SIGSTOP))
+    ("role", "step", "how"),
+    some(
+        product(("shows memory", "shows a store"), OWNER, ENDS),
+        ("shows memory", "showed", signal.SIGKILL),
+        ("shows memory", "show", signal.SIGSTOP),
+        ("shows a store", "show", signal.SIGKILL),
+    ),
 )
-def test_an_owner_that_ends_at_any_step_is_a_miss_and_is_found_again(manager, hot, reader, step, how):
+def test_an_owner_that_ends_at_any_step_is_a_miss_and_is_found_again(manager, hot, reader, role, step, how):
     store(manager, *KEYS[:SLOTS])
     address = f"127.0.0.1:{free_port()}"
-    with contextlib.closing(open_node(hot.sealed, CONTEXT)) as another, process("own", address, step, how) as owner:
+    with contextlib.closing(open_node(hot.sealed, CONTEXT)) as another, process(role, address, step, how) as owner:
         node = reader(address, another.address)
         wait_for(lambda: read(node) and has_ended(owner), 60)
         wait_for(lambda: read(node, KEYS[:SLOTS]) == SLOTS)
         owner.send_signal(signal.SIGCONT)
-        with process("own", address) if how == signal.SIGKILL else contextlib.nullcontext():
+        with process(role, address) if how == signal.SIGKILL else contextlib.nullcontext():
             wait_for(lambda: read(node, KEYS[SLOTS:]), 60)
 
 
@@ -83,7 +94,7 @@ def test_an_owner_that_ends_at_any_step_is_a_miss_and_is_found_again(manager, ho
 def test_a_reader_that_ends_at_any_step_holds_up_nobody(manager, hot, reader, step, how):
     store(manager, *KEYS[:SLOTS])
     owner = open_node(hot.sealed, CONTEXT, patience=Seconds(1))
-    with process("read", owner.address, step, how) as other:
+    with process("reads", owner.address, step, how) as other:
         wait_for(lambda: has_ended(other), 60)
         node = reader(owner.address)
         wait_for(lambda: read(node) == SLOTS)
@@ -94,11 +105,12 @@ def test_a_reader_that_ends_at_any_step_holds_up_nobody(manager, hot, reader, st
 
 
 @pytest.mark.more
-def test_of_a_thousand_frames_whose_owner_is_stopped_and_killed_again_and_again_none_is_wrong(reader):
+@pytest.mark.parametrize("role", ["shows memory", "shows a store"])
+def test_of_a_thousand_frames_whose_owner_is_stopped_and_killed_again_and_again_none_is_wrong(reader, role):
     draw, address, whole = random.Random(0), f"127.0.0.1:{free_port()}", 0
     node = reader(address)
     for enough in (250, 500, 750, 1000):
-        with process("own", address) as owner:
+        with process(role, address) as owner:
             for how in (signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL):
                 wait_for(lambda how=how: how == signal.SIGCONT or read(node), 60)
                 timer = threading.Timer(draw.uniform(0.1, 0.5), owner.send_signal, [how])
@@ -122,7 +134,7 @@ def _end_at(step, how):
     setattr(Link, step, ending)
 
 
-def _own(address):
+def _shows_memory(address):
     arena = hot.__wrapped__()
     stack, draw = next(manager.__wrapped__(arena)), random.Random(os.getpid())
     store(stack, *KEYS[:SLOTS])
@@ -131,7 +143,16 @@ def _own(address):
         store(stack, draw.choice(KEYS))
 
 
-def _read(address):
+def _shows_a_store(address):
+    kept, draw = shown(Frames(FRAMES)), random.Random(os.getpid())
+    open_node(None, attrs.evolve(CONTEXT, stored=[kept]), listen=address, patience=Seconds(1))
+    while True:
+        key = draw.choice(KEYS)
+        kept.delete([key])
+        kept.write([key], [FRAMES[key]])
+
+
+def _reads(address):
     node = open_node(None, CONTEXT, peers=[address], patience=Seconds(1))
     while True:
         read(node)
@@ -141,4 +162,4 @@ if __name__ == "__main__":
     _, role, where, step, how = sys.argv
     if step:
         _end_at(step, int(how))
-    {"own": _own, "read": _read}[role](where)
+    {"shows memory": _shows_memory, "shows a store": _shows_a_store, "reads": _reads}[role](where)

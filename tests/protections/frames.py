@@ -20,7 +20,45 @@ INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
 REGROUP = "kvtier_core/transfer/regroup.py"
 REGROUP_TESTS = "tests/core/test_regroup.py::"
 
+SHOWN_STORE = "kvtier_core/frames/shown_store.py"
+SHOWN_STORE_TESTS = "tests/core/test_shown_store.py::"
+
 MUTANTS = (
+    Mutant(
+        "peers-read-what-is-being-written",
+        SHOWN_STORE,
+        "self._changed.wait_for(lambda: self._named.isdisjoint(keys))",
+        "pass",
+        SHOWN_STORE_TESTS + "test_no_two_calls_name_the_same_key_and_peers_get_whole_frames_or_none",
+    ),
+    Mutant(
+        "peers-get-what-is-damaged",
+        SHOWN_STORE,
+        " or self._codec.verify(key, buffer[:nbytes]) is not None",
+        "",
+        SHOWN_STORE_TESTS + "test_what_is_not_whole_is_not_sent_and_not_announced_any_more",
+    ),
+    Mutant(
+        "a-store-closes-while-peers-read",
+        SHOWN_STORE,
+        "self._changed.wait_for(lambda: not self._named)",
+        "pass",
+        SHOWN_STORE_TESTS + "test_a_store_closes_when_no_peer_reads_any_more",
+    ),
+    Mutant(
+        "shared-stores-are-shown",
+        "kvtier_core/config/compose.py",
+        "codec.is_raw and not self._shared and _has_peers",
+        "codec.is_raw and _has_peers",
+        SHOWN_STORE_TESTS + "test_only_private_stores_of_frames_as_they_are_in_slots_are_shown",
+    ),
+    Mutant(
+        "encoded-stores-are-shown",
+        "kvtier_core/config/compose.py",
+        "codec.is_raw and not self._shared and _has_peers",
+        "not self._shared and _has_peers",
+        SHOWN_STORE_TESTS + "test_only_private_stores_of_frames_as_they_are_in_slots_are_shown",
+    ),
     Mutant(
         "other-ranks-as-they-lie",
         CODEC,

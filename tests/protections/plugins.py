@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         "shown-to-any-namespace",
         PEERS + "/listener.py",
-        "for each, sealed in self.tables if each == namespace]",
-        "for each, sealed in self.tables]",
+        "for shown in self.shown if shown.namespace == namespace]",
+        "for shown in self.shown]",
         PEERS_TESTS + "test_frames_of_another_namespace_are_not_shown",
     ),
     Mutant(
@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "changes-are-remembered-for-ever",
         PEERS + "/digest.py",
-        "while sum(map(len, self._past)) > len(come):",
+        "while self._past_length > len(self._keys) or len(self._past) > _MOST_PAST:",
         "while False:",
         PEERS_DIGESTS + "test_changes_are_no_longer_than_all_of_it_however_much_it_changes",
     ),

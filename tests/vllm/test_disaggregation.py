@@ -18,7 +18,7 @@ from kvtier_core.vllm.requests.disaggregation import computed_elsewhere, handed_
 
 ASKED, ANOTHER = prompt(160, 530), prompt(161, 530)
 
-#: What vLLM's toy proxy says to the engine that computes the prompt.
+#: What vLLM's toy proxy, llm-d's sidecar and Dynamo's workers say to the engine that computes the prompt.
 PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from conftest import Answer, cpu, hit, prompt
+from conftest import Answer, cpu, hit, miss, prompt
 from nodes import free_port
 from other_engine import beside
 from sizes import some
@@ -87,6 +87,39 @@ def test_an_answer_from_the_memory_of_another_engine_is_bit_equal(engine, fork_s
                 assert last.ask(ASKED).differs(expected) == 0
                 assert last.outcome == hit(530, peers=512)
             reader.assert_at_rest()
+
+
+def below(stack, store):
+    """This stack with a store tier, too."""
+    return {**stack, "tiers": [stack["tiers"][0], {"capacity": "64MiB", **store}, *stack["tiers"][1:]]}
+
+
+@pytest.mark.parametrize(("packing", "dtype"), [("off", "float32"), ("auto", "bfloat16")])
+@pytest.mark.parametrize("kind", some(["disk", "gds"]))
+def test_an_answer_from_the_disk_of_another_engine_is_bit_equal(
+    engine, fork_server, model, meets, tmp_path, kind, packing, dtype
+):
+    """That engine was started again: its arena is empty. What is damaged on its disk is computed."""
+    stores = {"disk": {"path": str(tmp_path), "min_free": "0B"}, "gds": {"paths": [str(tmp_path)], "mode": "gds"}}
+    first = below(node(packing=packing), {"type": kind, **stores[kind]})
+    with engine(cpu(), enable_prefix_caching=True, dtype=dtype) as alone:
+        computed, expected = alone.ask(ASKED)[0], alone.ask(ASKED)[0]
+    with beside(fork_server, model, first, dtype=dtype) as owner:
+        owner.ask(ASKED)
+    with beside(fork_server, model, first, dtype=dtype):
+        with engine(node(address_of(first), packing=packing), dtype=dtype) as reader:
+            meets(address_of(first))
+            assert reader.ask(ASKED)[0].differs(expected) == 0
+            assert reader.outcomes() == [hit(530, peers=512)]
+            reader.assert_at_rest()
+        for file in tmp_path.rglob("*.kv"):
+            with file.open("r+b") as frame:
+                frame.seek(4096)
+                frame.write(bytes(64))
+        with engine(node(address_of(first), packing=packing), dtype=dtype) as reader:
+            meets(address_of(first))
+            assert reader.ask(ASKED)[0].differs(computed if kind == "disk" else expected) == 0
+            assert reader.outcomes() == [miss(530) if kind == "disk" else hit(530, peers=512)]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -12,14 +12,14 @@ from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey
 from kvtier_peers.digest import holders
 from kvtier_peers.link import Door
-from kvtier_peers.listener import listen
+from kvtier_peers.listener import Shown, listen
 from kvtier_peers.peer import Peer
 from kvtier_peers.roster import Roster
 from kvtier_peers.settings import Address, PeersSettings
 
 
 class PeersBackend(Backend):
-    """Every node shows the others the frames of its hottest arena, and reads from them what it lacks.
+    """Every node shows the others the frames of its hottest arena and its stores, and reads from them what it lacks.
 
     Their digests say who has what. A peer without a fresh one has nothing: it is new, or silent.
     """
@@ -35,8 +35,8 @@ class PeersBackend(Backend):
         self._closed = False
         host, port = Address.of(config.address)
         self._address = Address(host, port + ctx.replica)
-        self._sealed = ctx.sealed
-        self._listener = listen(self._address, self._door, ctx.sealed)
+        self._shown = Shown(ctx.namespace.digest, ctx.sealed, ctx.stored)
+        self._listener = listen(self._address, self._door, self._shown)
         self._roster = Roster(config, renewed=self._there)
         self._there()
 
@@ -79,7 +79,7 @@ class PeersBackend(Backend):
             self._closed = True
         for peer in self._peers.values():
             peer.close()
-        self._listener.hide(self._sealed)
+        self._listener.hide(self._shown)
 
     def _there(self) -> list[Peer]:
         """The peers that may be read from now. Others are connected to."""

@@ -12,7 +12,7 @@ from kvtier_peers.settings import PeersSettings
 
 @attrs.frozen
 class PeersConfig(PeersSettings, BackendConfig):
-    """Frames in the memory of other engines: each shows the others what its hottest arena holds."""
+    """Frames of other engines: each shows the others what its hottest arena and its private stores hold."""
 
     type: ClassVar[str] = "peers"
     shared: ClassVar[bool] = True

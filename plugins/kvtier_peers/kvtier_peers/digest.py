@@ -13,16 +13,19 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Protocol, TypeVar
 
 import attrs
 
 from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import KeyChanges
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
-#: Chunks that a node announces at most; of more than these the newest.
+#: Chunks that a node announces at most.
 MOST_CHUNKS = 1 << 20
+#: Versions of a digest whose changes are remembered.
+_MOST_PAST = 256
 
 Fingerprint = int
 FINGERPRINT_NBYTES = 4
@@ -40,8 +43,8 @@ class Changes:
 
     base: int  #: the version to which they apply; 0: to nothing, so that all of the digest is in ``come``
     version: int
-    gone: frozenset[Fingerprint] = frozenset()
-    come: frozenset[Fingerprint] = frozenset()
+    gone: Set[Fingerprint] = frozenset()
+    come: Set[Fingerprint] = frozenset()
 
     def __len__(self) -> int:
         return len(self.gone) + len(self.come)
@@ -53,44 +56,97 @@ class Changes:
         return Changes(self.base, later.version, gone - later.come, come)
 
 
+class Source(Protocol):
+    """Some of the frames that a node shows."""
+
+    def changes(self, position: int) -> KeyChanges:
+        """As `StoredFrames.changes`."""
+
+
+class Memory:
+    """The frames in memory, for one digest at a time."""
+
+    def __init__(self, shown: Iterable[ChunkKey]):
+        """``shown`` are those of now."""
+        self._shown = shown
+        self._keys: list[ChunkKey] = []  # when it was last looked at
+
+    def changes(self, position: int) -> KeyChanges:
+        """The owner changes the table meanwhile, but not while a list is made of it, for which no thread gives way."""
+        before, now = self._keys if position else [], list(self._shown)
+        self._keys = now
+        if now == before:
+            return KeyChanges((), (), 1, is_complete=not position)
+        return KeyChanges(set(now).difference(before), set(before).difference(now), 1, is_complete=not position)
+
+
 class Digest:
     """What a node shows of one namespace, for any number of readers. All methods may be called on any thread.
 
     It remembers no more changes than chunks: who is further behind gets all of the digest.
     """
 
-    def __init__(self, namespace: bytes, shown: Callable[[], list[ChunkKey]]):
-        """``shown`` returns the keys that are shown now."""
+    def __init__(self, namespace: bytes, sources: Callable[[], Sequence[Source]]):
+        """``sources`` returns those of now."""
         self.namespace = namespace
-        self._shown = shown
-        self._keys: list[ChunkKey] = []
-        #: Of its beginning drawn, so that no version is one of another digest.
-        self._now = Changes(0, 1 + secrets.randbits(62))
+        self._sources = sources
+        self._positions: dict[Source, int] = {}  # up to which their changes are in it
+        self._keys: dict[Fingerprint, int] = {}  # how many keys have each fingerprint
+        self._version = 1 + secrets.randbits(62)  # so that it is none of another digest
         self._past: deque[Changes] = deque()  # the last changes, each of the version before it
+        self._past_length = 0  # of all of them
         self._changed = threading.Condition()
         self._ended = False
 
     def look(self) -> None:
         """Look for what has changed, and wake those who wait for that."""
         with self._changed:
-            keys = self._shown()
-            if keys == self._keys:
+            sources = self._sources()
+            found = [source.changes(self._positions.get(source, 0)) for source in sources]
+            begins = list(self._positions) != sources or any(changes.is_complete for changes in found)
+            if begins:
+                found = [source.changes(0) for source in sources]
+                self._keys.clear()
+                self._past.clear()
+                self._past_length = 0
+            self._positions = {source: changes.position for source, changes in zip(sources, found, strict=True)}
+            gone, come = self._count(found)
+            if not begins and not gone and not come:
                 return
-            self._keys = keys
-            before, come = self._now, frozenset(fingerprints(keys[-MOST_CHUNKS:]))
-            self._now = Changes(0, before.version + 1, come=come)
-            self._past.append(Changes(before.version, self._now.version, before.come - come, come - before.come))
-            while sum(map(len, self._past)) > len(come):
-                self._past.popleft()
+            changes = Changes(self._version, self._version + 1, gone, come)
+            self._version = changes.version
+            if not begins:
+                self._remember(changes)
             self._changed.notify_all()
+
+    def _count(self, found: Sequence[KeyChanges]) -> tuple[frozenset[Fingerprint], frozenset[Fingerprint]]:
+        """Count the keys anew. Returns the fingerprints of which none is left, and those of which there was none."""
+        keys, before = self._keys, dict[Fingerprint, int]()
+        for changes in found:
+            for step, changed in (1, changes.come), (-1, changes.gone):
+                for mark in fingerprints(changed):
+                    count = keys.get(mark, 0)
+                    before.setdefault(mark, count)
+                    if count + step > 0 and (count or len(keys) < MOST_CHUNKS):
+                        keys[mark] = count + step
+                    else:
+                        keys.pop(mark, None)
+        gone = frozenset(mark for mark, count in before.items() if count and mark not in keys)
+        return gone, frozenset(mark for mark, count in before.items() if not count and mark in keys)
+
+    def _remember(self, changes: Changes) -> None:
+        self._past.append(changes)
+        self._past_length += len(changes)
+        while self._past_length > len(self._keys) or len(self._past) > _MOST_PAST:
+            self._past_length -= len(self._past.popleft())
 
     def since(self, version: int, within: float) -> Changes:
         """What has changed since that version, when there is something, or after ``within`` seconds."""
         if not version:
             self.look()
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._now.version != version, within)
-            if self._now.version == version:
+            self._changed.wait_for(lambda: self._ended or self._version != version, within)
+            if self._version == version:
                 return Changes(version, version)
             changes: Changes | None = None
             for each in self._past:
@@ -98,7 +154,7 @@ class Digest:
                     changes = changes.then(each)
                 elif each.base == version:
                     changes = each
-            return self._now if changes is None else changes
+            return Changes(0, self._version, come=self._keys.copy().keys()) if changes is None else changes
 
     def end(self) -> None:
         """Nobody waits any longer."""
@@ -123,7 +179,9 @@ class Copy:
             raise BackendError("its digest contradicts itself")
         if len(shown) - len(changes.gone) + len(changes.come) > MOST_CHUNKS:
             raise BackendError(f"it announces more than {MOST_CHUNKS} chunks")
-        self._shown = (shown - changes.gone) | changes.come
+        shown -= changes.gone
+        shown |= changes.come
+        self._shown = shown
         self.version = changes.version
 
     def shown(self, wanted: set[Fingerprint]) -> set[Fingerprint]:

@@ -31,6 +31,7 @@ import struct
 import time
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 
 import attrs
 
@@ -54,6 +55,7 @@ _NONCE_NBYTES = 32
 _QUESTION = struct.Struct("<BI")
 _NBYTES = struct.Struct("<Q")
 _CHANGES = struct.Struct("<QQII")
+_AT_A_TIME = 8192  # fingerprints that are sent while other threads of Python wait
 _SHORTEST_TOKEN = 32
 _CHANGES_WITHIN = 10.0  # seconds, beside those that the other side may wait
 _ADMITTED_WITHIN = 10.0  # seconds, however often a stranger sends a byte
@@ -188,8 +190,8 @@ class Link:
         base, made, gone, come = _CHANGES.unpack(self.receive(_CHANGES.size))
         if max(gone, come) > MOST_CHUNKS:
             raise BackendError(f"it announces more than {MOST_CHUNKS} chunks")
-        data = array("I", self.receive((gone + come) * FINGERPRINT_NBYTES))
-        return Changes(base, made, frozenset(data[:gone]), frozenset(data[gone:]))
+        marks = [array("I", self.receive(number * FINGERPRINT_NBYTES)) for number in (gone, come)]
+        return Changes(base, made, *map(frozenset, marks))
 
     def request(self, keys: Sequence[ChunkKey], most: Sequence[int]) -> None:
         """Ask for frames, each of ``most`` bytes; `frame` follows for each key."""
@@ -226,7 +228,11 @@ class Link:
     def tell(self, changes: Changes) -> None:
         """Answer with what has changed."""
         head = _CHANGES.pack(changes.base, changes.version, len(changes.gone), len(changes.come))
-        self.send(head + array("I", [*changes.gone, *changes.come]).tobytes())
+        marks = chain(changes.gone, changes.come)
+        while part := array("I", islice(marks, _AT_A_TIME)):
+            self.send(head + part.tobytes())
+            head = b""
+        self.send(head)
 
     def show(self, frame: memoryview | None) -> None:
         """Answer with a frame, or that it is not shown. Returns when all of it was copied; then `showed` follows."""

@@ -1,8 +1,9 @@
 """Shows the frames of this process to other nodes: a thread that listens, one that keeps the digests, and one for each
 connection.
 
-Nothing is pinned. A slot may be used again while its frame is sent, so the table is looked at once more when all of the
-frame has been copied: if it does not show the same view any more, the other side is told to forget what it got.
+Nothing is pinned in memory. A slot may be used again while its frame is sent, so the table is looked at once more when
+all of the frame has been copied: if it does not show the same view any more, the other side is told to forget what it
+got. A frame that only a store has is read from there first.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
 
 from kvtier_core.errors import BackendError
+from kvtier_core.interfaces import StoredFrames
 from kvtier_core.transfer.io_pool import run_aside
 from kvtier_core.types import ChunkKey
-from kvtier_peers.digest import Digest
+from kvtier_peers.digest import Digest, Memory, Source
 from kvtier_peers.link import TRIED, TRIED_NBYTES, Door, Following, Link
 from kvtier_peers.settings import Address
 
@@ -42,20 +46,33 @@ _LONGEST_WAIT = 60.0
 
 _ZEROS = memoryview(bytes(TRIED_NBYTES))
 
-#: The frames that the stack of one namespace shows.
-Sealed = Mapping[ChunkKey, memoryview]
+
+@attrs.frozen(eq=False)
+class Shown:
+    """The frames that the stack of one namespace shows."""
+
+    namespace: bytes
+    sealed: Mapping[ChunkKey, memoryview]  #: in memory
+    stored: Sequence[StoredFrames]  #: in stores; may grow
+    _memory: Memory = attrs.field(init=False, default=attrs.Factory(lambda self: Memory(self.sealed), takes_self=True))
+
+    @property
+    def sources(self) -> list[Source]:
+        """Of their digest."""
+        return [self._memory, *self.stored]
+
 
 _listeners: dict[Address, Listener] = {}  # of this process: stacks of several namespaces share one
 _lock = threading.Lock()
 
 
-def listen(address: Address, door: Door, sealed: Sealed) -> Listener:
-    """Show these frames, of the door's namespace, at ``address``. `Listener.hide` follows. Raises BackendError."""
+def listen(address: Address, door: Door, shown: Shown) -> Listener:
+    """Show these frames at ``address``. `Listener.hide` follows. Raises BackendError."""
     with _lock:
         listener = _listeners.get(address)
         if listener is None:
             listener = _listeners[address] = Listener(address, door)
-        listener.tables.append((door.namespace, sealed))
+        listener.shown.append(shown)
         return listener
 
 
@@ -63,7 +80,7 @@ class Listener:
     """Use `listen`."""
 
     def __init__(self, address: Address, door: Door):
-        self.tables: list[tuple[bytes, Sealed]] = []  #: each of a namespace
+        self.shown: list[Shown] = []
         self._address = address
         self.door = door
         self._links: set[Link] = set()
@@ -86,11 +103,11 @@ class Listener:
             raise
         self._threads = [run_aside(self._accept, "peers-listen"), run_aside(self._look_again, "peers-look")]
 
-    def hide(self, sealed: Sealed) -> None:
+    def hide(self, shown: Shown) -> None:
         """Show these frames no longer. Returns when no thread looks at one. The last stack closes the listener."""
         with _lock:
-            self.tables = [table for table in self.tables if table[1] is not sealed]
-            if not self.tables and not self._ended.is_set():
+            self.shown = [each for each in self.shown if each is not shown]
+            if not self.shown and not self._ended.is_set():
                 del _listeners[self._address]
                 self._close()
         with self._changed:
@@ -134,7 +151,7 @@ class Listener:
                 self._links.add(link)
                 closing.callback(self._links.discard, link)
                 digest = self._digest(namespace)
-                while self.tables:
+                while self.shown:
                     self._answer(link, digest)
             except (EOFError, OSError, BackendError) as error:
                 logger.debug("kvtier: peers: a connection ended: %s", error)
@@ -147,12 +164,24 @@ class Listener:
         for key, nbytes in zip(question.keys, question.most, strict=True):
             with self._look():
                 frame = self._find(namespace, key)
-                if frame is None or len(frame) > nbytes:
+                if frame is None:
+                    self._show_stored(link, namespace, key, nbytes)
+                elif len(frame) > nbytes:
                     link.show(None)
                 else:
                     link.show(frame)
                     link.showed(self._find(namespace, key) is frame)
         link.end()
+
+    def _show_stored(self, link: Link, namespace: bytes, key: ChunkKey, nbytes: int) -> None:
+        """Answer with a frame that lies in a store, if it has at most so many bytes."""
+        for stored in [each for shown in self._of(namespace) for each in shown.stored]:
+            with stored.frame(key) as frame:
+                if frame is not None and len(frame) <= nbytes:
+                    link.show(frame)
+                    link.showed(True)
+                    return
+        link.show(None)
 
     def _look_again(self) -> None:
         wait = pace(0, 0)
@@ -167,19 +196,19 @@ class Listener:
         with self._changed:
             digest = self._digests.get(namespace)
             if digest is None:
-                digest = self._digests[namespace] = Digest(namespace, lambda: self._shown(namespace))
+                digest = self._digests[namespace] = Digest(namespace, lambda: self._sources(namespace))
             return digest
 
-    def _shown(self, namespace: bytes) -> list[ChunkKey]:
-        """The owner changes a table meanwhile, but not while a list is made of it, for which no thread gives way."""
-        return [key for sealed in self._of(namespace) for key in list(sealed)]
+    def _sources(self, namespace: bytes) -> list[Source]:
+        return [source for shown in self._of(namespace) for source in shown.sources]
 
     def _find(self, namespace: bytes, key: ChunkKey) -> memoryview | None:
-        found = (sealed.get(key) for sealed in self._of(namespace))
+        """A frame in memory."""
+        found = (shown.sealed.get(key) for shown in self._of(namespace))
         return next((frame for frame in found if frame is not None), _ZEROS if key == TRIED else None)
 
-    def _of(self, namespace: bytes) -> list[Sealed]:
-        return [sealed for each, sealed in self.tables if each == namespace]
+    def _of(self, namespace: bytes) -> list[Shown]:
+        return [shown for shown in self.shown if shown.namespace == namespace]
 
     @contextlib.contextmanager
     def _look(self) -> Iterator[None]:

@@ -289,6 +289,6 @@ def test_a_node_that_closes_waits_for_who_reads(node):
     thread.start()
     reading.wait()
     slow.close()
-    assert not slow._listener._looks and not slow._listener.tables
+    assert not slow._listener._looks and not slow._listener.shown
     thread.join()
     assert first.contains(KEYS[:1]) == [False]

@@ -15,10 +15,15 @@ from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import ChunkKey
 from kvtier_peers import digest as digests
-from kvtier_peers.digest import Changes, Copy, Digest, fingerprints
+from kvtier_peers.digest import Changes, Copy, Digest, Memory, fingerprints
 from kvtier_peers.link import _CHANGES, Link
 
 MANY = make_keys(400)
+
+
+def digest_of(shown):
+    memory = Memory(shown)
+    return Digest(b"", lambda: [memory])
 
 
 def follow(digest, copy):
@@ -37,7 +42,7 @@ def shows(copy, keys):
 
 def test_a_copy_has_what_is_shown_however_far_it_was_behind():
     draw, shown = random.Random(0), dict.fromkeys(MANY[:200])
-    digest, copies = Digest(b"", lambda: list(shown)), [Copy() for _ in range(5)]
+    digest, copies = digest_of(shown), [Copy() for _ in range(5)]
     for _ in range(300):
         for key in draw.sample(MANY, 20):
             shown.pop(key) if key in shown else shown.update({key: None})
@@ -49,7 +54,7 @@ def test_a_copy_has_what_is_shown_however_far_it_was_behind():
 
 def test_changes_are_no_longer_than_all_of_it_however_much_it_changes():
     shown = dict.fromkeys(MANY[:100])
-    digest, copy, behind = Digest(b"", lambda: list(shown)), Copy(), Copy()
+    digest, copy, behind = digest_of(shown), Copy(), Copy()
     follow(digest, behind)
     for at in range(100, 400):
         shown.pop(MANY[at - 100])
@@ -91,11 +96,15 @@ def test_changes_that_cannot_be_are_refused_and_change_nothing(monkeypatch, chan
 
 
 def test_a_node_announces_no_more_chunks_than_its_peers_take(monkeypatch):
-    """The newest of them."""
     monkeypatch.setattr(digests, "MOST_CHUNKS", 100)
-    digest, copy = Digest(b"", lambda: MANY), Copy()
+    shown = dict.fromkeys(MANY)
+    digest, copy = digest_of(shown), Copy()
+    assert len(follow(digest, copy).come) == 100
+    for key in MANY[:350]:
+        del shown[key]
+    digest.look()
     follow(digest, copy)
-    assert shows(copy, MANY[-100:])
+    assert copy.shown(set(fingerprints(MANY))) <= set(fingerprints(shown))
 
 
 @pytest.mark.parametrize("count", [(digests.MOST_CHUNKS + 1, 0), (0, (1 << 32) - 1)])
