@@ -350,6 +350,7 @@ class _Opening:
             store = SealedNames(store, codec.keyed_seal)
         if isinstance(store, Backend) and codec.is_raw and not self._shared and _has_peers(self.config):
             store = ShownStore(store, codec)
+            self.closing.callback(store.close)
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
         index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
         return OpenedTier(tier, store, index, codec, capacity)

@@ -21,9 +21,9 @@ from kvtier_core.transfer.buffers import Buffers
 from kvtier_core.transfer.io_pool import run
 from kvtier_core.types import ChunkKey
 
-#: Frames that peers may read at once, or receive: each has a buffer, and the drives are the tier's.
+#: Frames that are read for peers, or sent, at once. Each takes a buffer, and the time of drives that the tier needs.
 _AT_ONCE = 4
-#: Seconds that one of them waits for its turn.
+#: Seconds for which another one waits.
 _TURN = 1.0
 #: Seconds for which peers read nothing after an error of the store as a whole.
 _REST = 1.0

@@ -164,17 +164,15 @@ class Listener:
         for key, nbytes in zip(question.keys, question.most, strict=True):
             with self._look():
                 frame = self._find(namespace, key)
-                if frame is None:
-                    self._show_stored(link, namespace, key, nbytes)
-                elif len(frame) > nbytes:
-                    link.show(None)
-                else:
+                if frame is not None and len(frame) <= nbytes:
                     link.show(frame)
                     link.showed(self._find(namespace, key) is frame)
+                    continue
+            self._show_stored(link, namespace, key, nbytes)
         link.end()
 
     def _show_stored(self, link: Link, namespace: bytes, key: ChunkKey, nbytes: int) -> None:
-        """Answer with a frame that lies in a store, if it has at most so many bytes."""
+        """Answer with the frame that a store has, if it has one of at most so many bytes."""
         for stored in [each for shown in self._of(namespace) for each in shown.stored]:
             with stored.frame(key) as frame:
                 if frame is not None and len(frame) <= nbytes:
