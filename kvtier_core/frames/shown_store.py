@@ -23,8 +23,8 @@ from kvtier_core.types import ChunkKey
 
 #: Frames that are read for peers, or sent, at once. Each takes a buffer, and the time of drives that the tier needs.
 _AT_ONCE = 4
-#: Seconds for which another one waits.
-_TURN = 1.0
+#: Seconds for which another one waits: a reader that hears nothing for longer may take this node for one that hangs.
+_TURN = 0.2
 #: Seconds for which peers read nothing after an error of the store as a whole.
 _REST = 1.0
 #: Changes that are remembered; who has missed more gets all keys.

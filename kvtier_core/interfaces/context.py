@@ -41,8 +41,8 @@ class StoredFrames(Protocol):
     def frame(self, key: ChunkKey) -> AbstractContextManager[memoryview | None]:
         """Read a frame, and verify it. Its memory stays until the end of the context.
 
-        None if it is not there, is damaged, or cannot be read now. Waits for the store, and for a second while as many
-        frames as may be read at once are in use.
+        None if it is not there, is damaged, or cannot be read now. Waits for the store; and only for a moment if as
+        many frames are in use as may be at once.
         """
 
 

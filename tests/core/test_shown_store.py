@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import attrs
 import pytest
 from faulty_backend import FINE, Fault, FaultyBackend, always
-from nodes import free_port, wait_for
+from nodes import free_port, open_node, wait_for
 from test_shown_frames import CONTEXT, KEYS, LAYOUT, PAYLOADS, SLOTS, is_whole, store
 
 from kvtier_core.builtin.heap import HeapConfig
@@ -168,6 +168,22 @@ def test_a_bounded_number_of_frames_is_read_or_sent_at_once(monkeypatch):
             assert slow.enter_context(store.frame(key)) == FRAMES[key]
         assert read(store, KEYS[9]) is None
     assert read(store, KEYS[9]) == FRAMES[KEYS[9]]
+
+
+def test_a_reader_whose_turn_does_not_come_has_a_miss_and_keeps_its_peer():
+    """By default it would leave a peer alone that is silent for half a second."""
+    store = shown(Frames(FRAMES))
+    with contextlib.ExitStack() as closing:
+        owner = open_node(None, attrs.evolve(CONTEXT, stored=[store]))
+        closing.callback(owner.close)
+        reader = open_node(None, CONTEXT, peers=[owner.address], patience=attrs.fields(PeersConfig).patience.default)
+        closing.callback(reader.close)
+        wait_for(lambda: all(reader.contains(KEYS)))
+        for key in KEYS[: shown_store._AT_ONCE]:
+            closing.enter_context(store.frame(key))
+        into = [memoryview(bytearray(LAYOUT.frame_nbytes))]
+        assert list(reader.read(KEYS[9:10], into)) == [0]
+        assert all(reader.contains(KEYS))
 
 
 def damaged(frame):
