@@ -10,7 +10,7 @@ from kvtier_core.types import ChunkKey, Location, Namespace
 
 
 class Relay(Backend):
-    """Passes all calls to ``inner``, with its own names in place of keys. What that cannot do has an empty answer."""
+    """Passes all calls to ``inner``, with `names` for keys. If ``inner`` lacks an ability, the answer is empty."""
 
     def __init__(self, inner: Backend):
         self.shared = inner.shared  # type: ignore[misc]  # a class variable of `Backend`

@@ -1,4 +1,4 @@
-"""Stops a process as a whole: after SIGSTOP its threads may run on for milliseconds, and answer or give up locks."""
+"""Stops a process as a whole: after a signal its threads may run on for milliseconds, and answer or give up locks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def stop(pid: int) -> None:
+def stop(pid: int, how: int = signal.SIGSTOP) -> None:
     """Returns when no thread of it runs any more: it has stopped, or has ended. Raises ProcessLookupError."""
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, how)
     while not all(_stands_still(thread) for thread in Path(f"/proc/{pid}/task").glob("*/stat")):
         time.sleep(0.0005)
 

@@ -10,6 +10,7 @@ import time
 import pytest
 from conftest import cpu, hit, prompt
 from other_engine import beside
+from servers.stopping import stop
 from sizes import some
 from test_peer_engines import NOTICED, address_of, meets, node  # noqa: F401 - a fixture
 from test_server import NOISE
@@ -119,7 +120,7 @@ def test_a_prompt_whose_engine_ends_or_stops_is_computed_after_load_wait(engine,
     ):
         meets(address_of(first))
         words = prefill(prefiller, ASKED)
-        os.kill(prefiller.pid, how)
+        stop(prefiller.pid, how)
         assert decoder.ask(ASKED, parameters=words)[0].differs(truth) < NOISE
         (outcome,) = decoder.outcomes()
         assert (outcome.loaded, outcome.waited < NOTICED) == (0, True)  # and not for the patience of ten seconds

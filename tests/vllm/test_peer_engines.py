@@ -12,6 +12,7 @@ import pytest
 from conftest import Answer, cpu, hit, miss, prompt
 from nodes import free_port
 from other_engine import beside
+from servers.stopping import stop
 from sizes import some
 from test_server import NOISE, of, serving
 
@@ -99,7 +100,7 @@ def below(stack, store):
 def test_an_answer_from_the_disk_of_another_engine_is_bit_equal(
     engine, fork_server, model, meets, tmp_path, kind, packing, dtype
 ):
-    """That engine was started again: its arena is empty. What is damaged on its disk is computed."""
+    """That engine was restarted, so its arena is empty. The reader computes what is damaged on the disk."""
     stores = {"disk": {"path": str(tmp_path), "min_free": "0B"}, "gds": {"paths": [str(tmp_path)], "mode": "gds"}}
     first = below(node(packing=packing), {"type": kind, **stores[kind]})
     with engine(cpu(), enable_prefix_caching=True, dtype=dtype) as alone:
@@ -134,7 +135,7 @@ def test_an_owner_that_ends_or_stops_is_a_miss(engine, fork_server, model, meets
         with engine(node(address_of(first), patience="1s")) as reader:
             meets(address_of(first))
             reader.ask(ANOTHER)
-            end = lambda: os.kill(owner.pid, how)  # noqa: E731
+            end = lambda: stop(owner.pid, how)  # noqa: E731
             if when == "before":
                 end()
             elif when == "found":

@@ -83,7 +83,7 @@ class Memory:
 class Digest:
     """What a node shows of one namespace, for any number of readers. All methods may be called on any thread.
 
-    It remembers no more changes than chunks: who is further behind gets all of the digest.
+    It remembers no more changes than chunks, of a limited number of versions: who is further behind gets all of it.
     """
 
     def __init__(self, namespace: bytes, sources: Callable[[], Sequence[Source]]):
@@ -120,7 +120,7 @@ class Digest:
             self._changed.notify_all()
 
     def _count(self, found: Sequence[KeyChanges]) -> tuple[frozenset[Fingerprint], frozenset[Fingerprint]]:
-        """Count the keys anew. Returns the fingerprints of which none is left, and those of which there was none."""
+        """Count keys that have come or gone. Returns the fingerprints that no key has any more, and the new ones."""
         keys, before = self._keys, dict[Fingerprint, int]()
         for changes in found:
             for step, changed in (1, changes.come), (-1, changes.gone):

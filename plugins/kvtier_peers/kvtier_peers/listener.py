@@ -58,7 +58,7 @@ class Shown:
 
     @property
     def sources(self) -> list[Source]:
-        """Of their digest."""
+        """What their digest is made of."""
         return [self._memory, *self.stored]
 
 
@@ -172,7 +172,7 @@ class Listener:
         link.end()
 
     def _show_stored(self, link: Link, namespace: bytes, key: ChunkKey, nbytes: int) -> None:
-        """Answer with the frame that a store has, if it has one of at most so many bytes."""
+        """Answer with a frame of a store; with none if no store has it, or if it is longer than ``nbytes``."""
         for stored in [each for shown in self._of(namespace) for each in shown.stored]:
             with stored.frame(key) as frame:
                 if frame is not None and len(frame) <= nbytes:
