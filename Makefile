@@ -9,9 +9,9 @@ FUZZ_VENV := .venv-fuzz
 DOCS_VENV := .venv-docs
 FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
 FUZZ_SECONDS ?= 60
-# Three files of tests at a time, for two cores: tests wait half of their time. When one hangs, nothing else is begun.
-PARALLEL := --numprocesses 3 --dist loadfile --max-worker-restart 0
-LONGER := -o faulthandler_timeout=7200
+# Three files of tests at a time, for two cores: tests wait half of their time.
+PARALLEL := --numprocesses 3 --dist loadfile
+LONGER := -o timeout=7000 -o faulthandler_timeout=7200
 MANIFESTS := $(addsuffix /pyproject.toml,$(DISTS))
 NATIVE := $(shell find csrc -type f)
 

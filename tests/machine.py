@@ -14,6 +14,7 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manual_pool import ManualPool
+from patience import HANG
 
 from kvtier_core.builtin.heap import Heap
 from kvtier_core.builtin.raw import RawConfig
@@ -187,7 +188,7 @@ class StackMachine(RuleBasedStateMachine):
         self.store(name, len(name))
         while self.storing:
             self.manager.commit(self.storing.pop())
-        self.manager.drain(timeout=10.0)
+        self.manager.drain(timeout=HANG)
 
     @precondition(lambda self: self.storing)
     @rule(which=_WHICH, ok=st.booleans())
@@ -258,7 +259,7 @@ class StackMachine(RuleBasedStateMachine):
         """Serve a whole request that waits for promotions."""
         before = len(self.loading)
         self.load(name, known=True)
-        self.manager.drain(timeout=10.0)
+        self.manager.drain(timeout=HANG)
         self.manager.release(self.loading.pop(before)[0])
         self.load(name, known=True)
         self.finish_load(before)
@@ -279,7 +280,7 @@ class StackMachine(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         """Let everything in flight end."""
-        self.manager.drain(timeout=10.0)
+        self.manager.drain(timeout=HANG)
 
     @rule()
     def step(self) -> None:
@@ -384,7 +385,7 @@ class StackMachine(RuleBasedStateMachine):
             self.manager.commit(self.storing.pop())
         while self.loading:
             self.finish_load(0)
-        self.manager.drain(timeout=10.0)
+        self.manager.drain(timeout=HANG)
         self.books_balance()
         assert self.manager.pins_by_holder().keys() <= {"requester"}, "pinned at rest"
         assert not any(usage.inflight for usage in self.manager.usage()), "in flight at rest"
@@ -394,7 +395,7 @@ class StackMachine(RuleBasedStateMachine):
     def _what_is_stored_is_found(self) -> None:
         """Liveness: a cache that never hits is never wrong, and useless."""
         self._new_epoch()
-        self.manager.drain(timeout=10.0)
+        self.manager.drain(timeout=HANG)
         path = PATHS["abcdef"][:3]
         self.store("abcdef", len(path))
         self._come_to_rest()

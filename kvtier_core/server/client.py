@@ -40,8 +40,6 @@ logger = logging.getLogger("kvtier")
 
 #: Seconds for which an answer is polled before the thread sleeps: most are here by then, and waking up takes 60 µs.
 _SPIN = 300e-6
-#: Seconds for which the server may owe an answer before nothing more is asked.
-_SILENT = 1.0
 #: Seconds between two attempts to connect.
 _RETRY = 1.0
 
@@ -53,6 +51,7 @@ class Waits:
     lookup: float = 2e-3  #: ten times what one takes
     others: float = 50e-3  #: of calls whose answer is needed now; they are rarer, and may have to evict
     start: float = 30.0  #: of the first call, when the engine starts: the server opens tiers
+    silence: float = 1.0  #: for which the server may owe an answer before nothing more is asked
 
 
 class _Asked(NamedTuple):
@@ -216,7 +215,7 @@ class RemoteStack(Stack):
         self._poll()
         if self._session is None or self._opened is None or self._renewing:
             return None
-        return self._session if self._session.silence < _SILENT else None
+        return self._session if self._session.silence < self._waits.silence else None
 
     def _poll(self) -> None:
         """Process the answers that are here."""

@@ -15,8 +15,9 @@ import attrs
 #: Whether any of this can be read here.
 READABLE = Path("/proc/self/task").is_dir() and Path("/proc/self/maps").is_file()
 
-#: Seconds for threads and child processes to end. Some pools end a thread when it was idle for ten (Rust's Tokio).
-PATIENCE = 15.0
+#: Seconds after which what a law waits for hangs, however busy the machine is. Some pools end a thread when it has been
+#: idle for ten (Rust's Tokio).
+PATIENCE = 120.0
 _SHARED_ANONYMOUS = "/dev/zero (deleted)"  # reserved by the kernel when it is mapped
 _SECTOR = 512  # in which `st_blocks` counts
 

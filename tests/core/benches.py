@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
 from manual_pool import ManualPool
+from patience import HANG
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
@@ -88,10 +89,6 @@ class TierBench:
         return whys
 
 
-#: Seconds after which a test that waits is wrong. None of them takes so long.
-LONG = 10.0
-
-
 class Memory(Slots):
     closed = 0
 
@@ -147,7 +144,7 @@ class StackBench:
         return self.settle()
 
     def settle(self):
-        events = self.manager.drain(LONG)
+        events = self.manager.drain(HANG)
         assert not self.manager.jobs
         return events
 

@@ -9,6 +9,7 @@ import secrets
 import time
 
 import attrs
+from patience import HANG
 from planted_backends import PlantedConfig, Reference, SpoiltLaws
 
 from kvtier_core.errors import BackendError
@@ -17,7 +18,7 @@ from kvtier_core.testing import SharedBackendLaws
 
 
 @contextlib.contextmanager
-def locked(file, how=fcntl.LOCK_EX, timeout=10):
+def locked(file, how=fcntl.LOCK_EX, timeout=HANG):
     """Hold the lock of a file, which is made if need be. Raises TimeoutError."""
     deadline = time.monotonic() + timeout
     fd = os.open(file, os.O_RDWR | os.O_CREAT)

@@ -7,6 +7,7 @@ from typing import ClassVar
 import attrs
 from machine import LAYOUT, NAMESPACE, Shelf, Slots, payload
 from manual_pool import ManualPool
+from patience import HANG
 
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import OpenContext, Serializer, SerializerConfig
@@ -112,7 +113,7 @@ class Stack:
         return found.exact
 
     def settle(self):
-        return [(event.kind.value, event.tier, list(event.keys)) for event in self.manager.drain(timeout=10.0)]
+        return [(event.kind.value, event.tier, list(event.keys)) for event in self.manager.drain(timeout=HANG)]
 
     def view(self, slot):
         return self.memory.view(slot.index)[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes]

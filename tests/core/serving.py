@@ -6,6 +6,8 @@ import hashlib
 import random
 from pathlib import Path
 
+from patience import HANG
+
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
 from kvtier_core.config.compose import Runtime, open_stack
@@ -17,7 +19,6 @@ from kvtier_core.testing.samples import PagedBuffer, make_context, make_layout
 BLOCKS = 4
 LAYOUT = make_layout((1024, 3072), BLOCKS)
 FRAME = LAYOUT.frame_nbytes
-LONG = 30.0
 
 
 class Serving:
@@ -61,12 +62,12 @@ class Serving:
         return found.slots
 
     def settle(self):
-        self._note(self.manager.drain(LONG))
+        self._note(self.manager.drain(HANG))
         assert not self.manager.jobs
 
     def close(self):
         self._mover.close()
-        self._note(self.manager.close(LONG))
+        self._note(self.manager.close(HANG))
 
     def _note(self, events):
         self.seen.update(event.kind.value for event in events)

@@ -10,6 +10,7 @@ import pytest
 from fake_cuda import FakeCuda, anonymous
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import HANG
 from test_mover import World, jobs
 
 from kvtier_core.errors import BackendError, ContractError
@@ -424,7 +425,7 @@ class Kernel:
         self.locked, self.refusing = {}, False
 
     def lock(self, address, nbytes):
-        assert self.may.acquire(timeout=30)
+        assert self.may.acquire(timeout=HANG)
         if self.refusing:
             raise BackendError("no more")
         self.locked[address] = nbytes
@@ -549,7 +550,7 @@ def test_closing_does_not_wait_for_the_next_try():
     registration = registered(kernel, pause=lambda seconds: tried.set())
     kernel.refusing = True
     kernel.may.release(1000)
-    assert tried.wait(30)
+    assert tried.wait(HANG)
     registration.close()
     assert kernel.locked == {}
 

@@ -11,6 +11,7 @@ import time
 import pytest
 from faulty_backend import Fault, FaultyBackend, always, every, now_and_then
 from machine import LAYOUT, NAMESPACE, Slots
+from patience import HANG
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.codec import FrameCodec
@@ -22,9 +23,6 @@ from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.testing.samples import make_frame, make_keys
 from kvtier_core.transfer.io_pool import IOPool
-
-#: Seconds after which a test that waits is wrong. None of them takes so long.
-LONG = 60.0
 
 THERE, ABSENT = make_keys(2)
 FRAME = make_frame(THERE)
@@ -174,11 +172,11 @@ def test_a_fault_hangs_until_it_is_released(backend):
     pool = IOPool("test")
     answers = []
     pool.submit_load(lambda: backend.contains([THERE]), lambda outcome: answers.append(outcome.value))
-    assert begun.wait(LONG)
+    assert begun.wait(HANG)
     assert not pool.close(0.05)
     assert read(backend)[0] == [len(FRAME), 0], "the other calls go on"
     release.set()
-    assert pool.close(LONG)
+    assert pool.close(HANG)
     pool.step()
     assert answers == [[True]]
 
@@ -202,7 +200,7 @@ print("the end")
 
 def test_the_end_of_a_process_does_not_wait_for_a_call_that_hangs():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])}
-    done = subprocess.run([sys.executable, "-c", HANGING], env=env, capture_output=True, text=True, timeout=LONG)
+    done = subprocess.run([sys.executable, "-c", HANGING], env=env, capture_output=True, text=True, timeout=HANG)
     assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")
 
 
@@ -244,7 +242,7 @@ def open_over(*stores):
 @pytest.mark.parametrize("error", [BackendError("planned"), ZeroDivisionError("planned")])
 def test_a_store_that_raises_in_close_keeps_no_other_open(error):
     stores = [FaultyBackend(Dict(), always(fault, "close")) for fault in (Fault(error=error), Fault())]
-    open_over(*stores).close(timeout=LONG)
+    open_over(*stores).close(timeout=HANG)
     assert [store.calls for store in stores] == [["close"]] * 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from machine import LAYOUT, NAMESPACE, SharedShelf, Slots, payload
 from manual_pool import ManualPool
+from patience import HANG
 from serializing import CONTEXT, KeptShelf, LossyConfig, Stack, XorConfig, make_tier
 
 from kvtier_core.builtin.raw import RawConfig
@@ -61,7 +62,7 @@ def test_the_reason_is_reported():
     tier = make_tier(XorConfig(2), shelf_of(XorConfig(1)))
     stack = Stack(tier)
     stack.manager.lookup(PATH, "test")
-    assert {event.why for event in stack.manager.drain(timeout=10.0)} == {"a frame of another codec"}
+    assert {event.why for event in stack.manager.drain(timeout=HANG)} == {"a frame of another codec"}
     assert (
         stack.manager.lookup(PATH, "test").miss_reason == "tier has it from another codec, seal key or number of ranks"
     )
@@ -260,7 +261,7 @@ def test_a_lossy_chunk_is_not_copied_to_another_arena():
     arenas = [Arena(f"arena{i}", i, Slots(4), CacheIndex(LruConfig().open())) for i in (0, 1)]
     manager = StorageManager([*arenas, lossy], namespace=NAMESPACE, layout=LAYOUT, pool=ManualPool())
     manager.lookup(PATH, "test")
-    manager.drain(timeout=10.0)
+    manager.drain(timeout=HANG)
     manager.on_request(PATH)
-    manager.drain(timeout=10.0)
+    manager.drain(timeout=HANG)
     assert [arena.ready_run(PATH) for arena in arenas] == [len(PATH), 0]

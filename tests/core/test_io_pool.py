@@ -6,12 +6,10 @@ import asyncio
 import threading
 
 import pytest
+from patience import HANG
 
 from kvtier_core.errors import KvtierError
 from kvtier_core.transfer.io_pool import IOPool, Outcome
-
-#: Seconds after which a test that waits is wrong. None of them takes so long.
-LONG = 10.0
 
 
 class Gate:
@@ -23,7 +21,7 @@ class Gate:
 
     def __call__(self):
         self.begun.set()
-        assert self._go.wait(LONG)
+        assert self._go.wait(HANG)
         return "through"
 
     def open(self):
@@ -49,7 +47,7 @@ def pool(gate):
     pool = IOPool("test")
     yield pool
     gate.open()
-    assert pool.close(LONG)
+    assert pool.close(HANG)
 
 
 @pytest.fixture
@@ -59,13 +57,13 @@ def journal():
 
 def finish(pool):
     while pool.jobs:
-        pool.wait(LONG)
+        pool.wait(HANG)
         assert pool.step(), "nothing came"
 
 
 def test_loads_overtake_stores(pool, gate, journal):
     pool.submit_store(gate, journal.under("gate"))
-    assert gate.begun.wait(LONG)
+    assert gate.begun.wait(HANG)
     for i in range(3):
         pool.submit_store(lambda i=i: i, journal.under("store"))
     for i in range(3):
@@ -83,7 +81,7 @@ def test_work_is_done_elsewhere_and_continued_here_in_step(pool):
         seen.extend([outcome.value, threading.current_thread()])
 
     pool.submit_load(threading.current_thread, continued)
-    pool.wait(LONG)
+    pool.wait(HANG)
     assert seen == [], "continued before step"
     assert pool.step() == 1
     worker, owner = seen
@@ -124,7 +122,7 @@ def test_jobs_counts_what_is_not_continued(pool, gate, journal):
     counts = []
     assert pool.jobs == 0
     pool.submit_store(gate, lambda outcome: counts.append(pool.jobs))
-    assert gate.begun.wait(LONG)
+    assert gate.begun.wait(HANG)
     pool.submit_load(lambda: None, lambda outcome: pool.submit_load(lambda: "more", journal.under("later")))
     assert pool.jobs == 2
     gate.open()
@@ -138,33 +136,33 @@ def test_threads_work_side_by_side(journal):
     pool = IOPool("test", threads=2)
     together = threading.Barrier(2)
     for _ in range(2):
-        pool.submit_load(lambda: together.wait(LONG) >= 0, journal.under("met"))
+        pool.submit_load(lambda: together.wait(HANG) >= 0, journal.under("met"))
     finish(pool)
     assert journal == [("met", True)] * 2
-    assert pool.close(LONG)
+    assert pool.close(HANG)
 
 
 def test_close_drops_what_has_not_begun_and_tells_what_hangs(pool, gate, journal):
     pool.submit_load(gate, journal.under("gate"))
-    assert gate.begun.wait(LONG)
+    assert gate.begun.wait(HANG)
     pool.submit_load(lambda: None, journal.under("dropped"))
     pool.submit_store(lambda: None, journal.under("dropped"))
     assert pool.close(timeout=0.1) is False
     gate.open()
-    assert pool.close(timeout=LONG) is True
+    assert pool.close(timeout=HANG) is True
     pool.step()
     assert journal == [("gate", "through")]
     assert pool.jobs == 0, "waits for what was dropped"
 
 
 def test_a_closed_pool_accepts_no_work(pool):
-    assert pool.close(LONG)
+    assert pool.close(HANG)
     for submit in (pool.submit_load, pool.submit_store):
         with pytest.raises(KvtierError) as caught:
             submit(lambda: None, lambda outcome: None)
         assert str(caught.value) == "the pool is closed"
     assert pool.jobs == 0
-    assert pool.close(LONG), "may be called twice"
+    assert pool.close(HANG), "may be called twice"
 
 
 def test_the_longest_work_is_known_while_it_runs():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-from benches import LONG, MISS, PENDING, READY, StackBench
+from benches import MISS, PENDING, READY, StackBench
 from machine import LAYOUT, NAMESPACE, Shelf
 from manual_pool import ManualPool
+from patience import HANG
 
 from kvtier_core.errors import ContractError
 from kvtier_core.policies.lru import Lru
@@ -692,7 +693,7 @@ class Hanging(Shelf):
     def _hang(self, call):
         if call == self.hangs:
             self.begun.set()
-            assert self.go.wait(LONG)
+            assert self.go.wait(HANG)
 
 
 @pytest.fixture
@@ -701,8 +702,8 @@ def hanging():
     bench = StackBench(tiers=(2,), shelf=Hanging, pool=lambda: IOPool("test"))
     yield bench
     bench.shelves[0].go.set()
-    assert bench.sealer.close(LONG)
-    assert bench.tiers[0].pool.close(LONG)
+    assert bench.sealer.close(HANG)
+    assert bench.tiers[0].pool.close(HANG)
 
 
 def start_to_hang(bench, path):
@@ -760,7 +761,7 @@ def test_close_twice_around_a_call_that_hung(hanging):
     start_to_hang(hanging, THEIRS[:2])
     hanging.manager.close(timeout=0.05)
     hanging.shelves[0].go.set()
-    hanging.manager.close(timeout=LONG)
+    hanging.manager.close(timeout=HANG)
 
 
 def test_a_load_does_not_wait_for_stores_that_wait():

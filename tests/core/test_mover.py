@@ -11,6 +11,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import HANG
 
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import NO_BLOCK, PagedKVCache, PageRun
@@ -100,7 +101,7 @@ def gate(monkeypatch):
     gate = threading.Event()
     memmove, here = ctypes.memmove, threading.get_ident()
     monkeypatch.setattr(
-        module.ctypes, "memmove", lambda *args: (threading.get_ident() == here or gate.wait(30)) and memmove(*args)
+        module.ctypes, "memmove", lambda *args: (threading.get_ident() == here or gate.wait(HANG)) and memmove(*args)
     )
     yield gate
     gate.set()

@@ -25,6 +25,7 @@ import attrs
 import prometheus_client.parser
 import pytest
 from manual_pool import ManualPool
+from patience import HANG, wait_until
 
 from kvtier_core.cli import main
 from kvtier_core.config.compose import open_observers
@@ -41,7 +42,6 @@ from kvtier_core.testing.laws.observers import some_events
 from kvtier_core.testing.samples import make_context, make_keys
 from kvtier_core.types import Event, EventKind, Nbytes, Usage
 
-PATIENCE = 20.0
 STORED = Event(EventKind.STORED, "cpu")
 
 
@@ -69,15 +69,8 @@ class Blocks(Seen):
         self.go = threading.Event()
 
     def observe(self, events):
-        self.go.wait(60.0)
+        self.go.wait(HANG)
         super().observe(events)
-
-
-def until(done):
-    deadline = time.monotonic() + 20.0
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert done()
 
 
 def said(caplog):
@@ -101,8 +94,8 @@ def test_one_that_raises_is_dropped_and_said_once_and_the_others_go_on(caplog):
     telling = Observers([("observer bad", bad), ("observer good", good)])
     for _ in range(5):
         telling.tell([STORED])
-    until(lambda: len(good.seen) == 5)
-    until(lambda: telling.tell([]) or bad.closed)
+    wait_until(lambda: len(good.seen) == 5)
+    wait_until(lambda: telling.tell([]) or bad.closed)
     telling.close()
     assert good.seen == [STORED] * 5
     assert bad.seen == [STORED], "not even what it was to be told already"
@@ -115,7 +108,7 @@ def test_the_engine_does_not_wait_for_one_that_blocks(caplog):
     telling = Observers([("observer slow", slow), ("observer quick", quick)])
     telling.tell([STORED])
     telling.tell([STORED])
-    until(lambda: len(quick.seen) == 2)
+    wait_until(lambda: len(quick.seen) == 2)
     assert slow.seen == []
     slow.go.set()
     telling.close()
@@ -143,7 +136,7 @@ def test_memory_for_one_that_blocks_is_bounded(caplog):
     for _ in range(70):
         telling.tell([STORED] * 1000)
     assert len(pool.queue) * 1000 <= _MAX_WAITING + 1000
-    until(lambda: not pool.queue)
+    wait_until(lambda: not pool.queue)
     assert said(caplog)[-1] == ("kvtier: observer slow is disabled until the engine restarts: 66000 events wait for it")
 
 
@@ -340,7 +333,7 @@ def test_a_kill_leaves_whole_lines(tmp_path):
     for _ in range(5):
         with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE) as child:
             child.stdout.readline()  # its file is there
-            until(lambda: max(tmp_path.iterdir()).stat().st_size > 100_000)
+            wait_until(lambda: max(tmp_path.iterdir()).stat().st_size > 100_000)
             os.kill(child.pid, signal.SIGKILL)
     assert len(list(tmp_path.iterdir())) == 5
     torn = max(tmp_path.iterdir())
@@ -360,7 +353,7 @@ def test_a_full_disk_ends_it_and_nothing_else(tmp_path, caplog):
     os.dup2(full, observer._file)
     os.close(full)
     telling.tell([STORED])
-    until(lambda: telling.tell([]) or said(caplog))
+    wait_until(lambda: telling.tell([]) or said(caplog))
     assert "No space left on device" in said(caplog)[0]
     telling.close()
 
@@ -377,7 +370,7 @@ def samples_of(text):
 
 
 def scraped(address):
-    return samples_of(urllib.request.urlopen(address, timeout=20).read().decode())
+    return samples_of(urllib.request.urlopen(address, timeout=HANG).read().decode())
 
 
 class TestPrometheus(ObserverLaws):
@@ -488,7 +481,7 @@ def test_the_end_of_the_endpoint_waits_for_no_client(tmp_path, monkeypatch):
             fcntl.ioctl(client, termios.TIOCOUTQ, unread)
         closing = threading.Thread(target=observer.close, daemon=True)
         closing.start()
-        closing.join(PATIENCE)
+        closing.join(HANG)
         assert not closing.is_alive()
         assert client.recv(1) == b""
 
@@ -503,7 +496,7 @@ def test_head_has_the_headers_of_get_and_nothing_else(tmp_path, at):
         port = re.search(r":(\d+)/", observer.address)
         client = http.client.HTTPConnection("127.0.0.1", int(port[1])) if port else AtSocket(observer.address)
         client.request(method, "/metrics")
-        client.sock.settimeout(PATIENCE)
+        client.sock.settimeout(HANG)
         raw = b"".join(iter(lambda sock=client.sock: sock.recv(1 << 16), b""))
         answers.append(raw.partition(b"\r\n\r\n"))
         client.close()

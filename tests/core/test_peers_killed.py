@@ -17,7 +17,8 @@ from pathlib import Path
 
 import attrs
 import pytest
-from nodes import free_port, open_node, wait_for
+from nodes import free_port, open_node
+from patience import wait_until
 from sizes import some
 from test_shown_frames import CONTEXT, KEYS, LAYOUT, SLOTS, hot, is_whole, manager, store
 from test_shown_store import FRAMES, Frames, shown
@@ -83,11 +84,11 @@ def test_an_owner_that_ends_at_any_step_is_a_miss_and_is_found_again(manager, ho
     address = f"127.0.0.1:{free_port()}"
     with contextlib.closing(open_node(hot.sealed, CONTEXT)) as another, process(role, address, step, how) as owner:
         node = reader(address, another.address)
-        wait_for(lambda: read(node) and has_ended(owner), 60)
-        wait_for(lambda: read(node, KEYS[:SLOTS]) == SLOTS)
+        wait_until(lambda: read(node) and has_ended(owner))
+        wait_until(lambda: read(node, KEYS[:SLOTS]) == SLOTS)
         owner.send_signal(signal.SIGCONT)
         with process(role, address) if how == signal.SIGKILL else contextlib.nullcontext():
-            wait_for(lambda: read(node, KEYS[SLOTS:]), 60)
+            wait_until(lambda: read(node, KEYS[SLOTS:]))
 
 
 @pytest.mark.parametrize(("step", "how"), some(product(READER, ENDS), ("frame", signal.SIGSTOP)))
@@ -95,11 +96,11 @@ def test_a_reader_that_ends_at_any_step_holds_up_nobody(manager, hot, reader, st
     store(manager, *KEYS[:SLOTS])
     owner = open_node(hot.sealed, CONTEXT, patience=Seconds(1))
     with process("reads", owner.address, step, how) as other:
-        wait_for(lambda: has_ended(other), 60)
+        wait_until(lambda: has_ended(other))
         node = reader(owner.address)
-        wait_for(lambda: read(node) == SLOTS)
+        wait_until(lambda: read(node) == SLOTS)
         store(manager, KEYS[SLOTS])
-        wait_for(lambda: read(node, KEYS[SLOTS:]) == 1)
+        wait_until(lambda: read(node, KEYS[SLOTS:]) == 1)
         assert not manager.pins_by_holder()
         owner.close()
 
@@ -112,7 +113,7 @@ def test_of_a_thousand_frames_whose_owner_is_stopped_and_killed_again_and_again_
     for enough in (250, 500, 750, 1000):
         with process(role, address) as owner:
             for how in (signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL):
-                wait_for(lambda how=how: how == signal.SIGCONT or read(node), 60)
+                wait_until(lambda how=how: how == signal.SIGCONT or read(node))
                 timer = threading.Timer(draw.uniform(0.1, 0.5), owner.send_signal, [how])
                 timer.start()
                 while timer.is_alive() or (how == signal.SIGCONT and whole < enough):

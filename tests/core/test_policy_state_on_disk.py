@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from patience import HANG
 from serving import FRAME, Serving, files
 
 from kvtier_core.hookspecs import hookimpl
@@ -210,7 +211,7 @@ KILLED = [_killed_at_work, _killed_while_it_writes_what_it_learned]
 def killed_life(life, folder):
     engine = multiprocessing.get_context("spawn").Process(target=life, args=(folder,))
     engine.start()
-    engine.join(60)
+    engine.join(HANG)
     assert engine.exitcode == -signal.SIGKILL
 
 

@@ -12,6 +12,7 @@ import attrs
 import pytest
 from machine import LAYOUT, NAMESPACE, SharedShelf, Shelf, Slots, payload
 from manual_pool import ManualPool
+from patience import HANG
 from sealing import (
     AES,
     KEY,
@@ -87,7 +88,7 @@ class Tiers:
         return payloads, events
 
     def settle(self):
-        return {event.kind.value for event in self.manager.drain(timeout=10.0)}
+        return {event.kind.value for event in self.manager.drain(timeout=HANG)}
 
     def view(self, slot):
         return self.memory.view(slot.index)[FRAME_ALIGNMENT : FRAME_ALIGNMENT + LAYOUT.payload_nbytes]

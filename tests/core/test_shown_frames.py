@@ -7,7 +7,8 @@ import random
 import threading
 
 import pytest
-from nodes import free_port, open_node, wait_for
+from nodes import free_port, open_node
+from patience import wait_until
 
 from kvtier_core.builtin.heap import Heap, HeapConfig
 from kvtier_core.builtin.packed import PackedConfig
@@ -103,7 +104,7 @@ def test_frames_that_are_read_while_their_slots_are_used_again_are_whole_or_miss
             store(manager, drawn_from.choice(KEYS))
 
     store(manager, *KEYS[:SLOTS])
-    wait_for(lambda: any(reader.contains(KEYS)))
+    wait_until(lambda: any(reader.contains(KEYS)))
     thread = threading.Thread(target=churn)
     thread.start()
     try:
@@ -151,9 +152,9 @@ def test_a_stack_reads_what_another_one_holds_and_writes_nothing_to_it(opened):
     first, second = opened(config), opened(stack_of(listen)[0])
     store(first, *KEYS[:2])
     assert not [event for event in first.drain(1) if event.kind is EventKind.REJECTED]
-    wait_for(lambda: any(second.tiers[0].backend.contains(KEYS[:1])))
+    wait_until(lambda: any(second.tiers[0].backend.contains(KEYS[:1])))
     second.prefetch(KEYS[:1])
-    wait_for(lambda: second.step() is None or second.arenas[0].has(KEYS[0]))
+    wait_until(lambda: second.step() is None or second.arenas[0].has(KEYS[0]))
     assert second.arenas[0].view(KEYS[0])[FRAME_HEADER_NBYTES:][: LAYOUT.payload_nbytes] == PAYLOADS[KEYS[0]]
     assert list(second.arenas[0].sealed) == KEYS[:1], "who has read a chunk shows it, too"
 

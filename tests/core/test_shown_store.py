@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import attrs
 import pytest
 from faulty_backend import FINE, Fault, FaultyBackend, always
-from nodes import free_port, open_node, wait_for
+from nodes import free_port, open_node
+from patience import wait_until
 from test_shown_frames import CONTEXT, KEYS, LAYOUT, PAYLOADS, SLOTS, is_whole, store
 
 from kvtier_core.builtin.heap import HeapConfig
@@ -178,7 +179,7 @@ def test_a_reader_whose_turn_does_not_come_has_a_miss_and_keeps_its_peer():
         closing.callback(owner.close)
         reader = open_node(None, CONTEXT, peers=[owner.address], patience=attrs.fields(PeersConfig).patience.default)
         closing.callback(reader.close)
-        wait_for(lambda: all(reader.contains(KEYS)))
+        wait_until(lambda: all(reader.contains(KEYS)))
         for key in KEYS[: shown_store._AT_ONCE]:
             closing.enter_context(store.frame(key))
         into = [memoryview(bytearray(LAYOUT.frame_nbytes))]
@@ -228,7 +229,7 @@ def test_a_store_that_fails_is_left_alone_for_a_while(error, monkeypatch):
     assert [read(store, key) for key in KEYS] == [None] * len(KEYS)
     assert inner.calls.count("read") == 1 and keys_of(store) == set(KEYS), "they may be whole"
     inner.plan = always(FINE)
-    wait_for(lambda: read(store, KEYS[0]) == FRAMES[KEYS[0]])
+    wait_until(lambda: read(store, KEYS[0]) == FRAMES[KEYS[0]])
 
 
 def test_a_write_that_fails_shows_nothing():
@@ -244,7 +245,7 @@ def test_a_store_closes_when_no_peer_reads_any_more():
     store = shown(inner)
     with ThreadPoolExecutor(2) as threads:
         reading = threads.submit(read, store, KEYS[0])
-        wait_for(lambda: "read" in inner.calls)
+        wait_until(lambda: "read" in inner.calls)
         closing = threads.submit(store.close)
         time.sleep(0.05)
         assert "close" not in inner.calls and not closing.done()
@@ -314,15 +315,15 @@ def test_a_stack_reads_what_only_the_disk_of_another_has(opened, first):
     on_disk = [key for key in KEYS if key not in one.arenas[0].sealed]
     assert len(on_disk) == len(KEYS) - SLOTS
     two, _ = opened(listen)
-    wait_for(lambda: all(peers_of(two).contains(KEYS)))
+    wait_until(lambda: all(peers_of(two).contains(KEYS)))
     into = [memoryview(bytearray(LAYOUT.frame_nbytes)) for _ in KEYS]
     assert list(peers_of(two).read(KEYS, into)) == [LAYOUT.frame_nbytes] * len(KEYS)
     assert all(is_whole(key, view) for key, view in zip(KEYS, into, strict=True))
     two.prefetch(on_disk[:1])
-    wait_for(lambda: two.step() is None or two.arenas[0].has(on_disk[0]))
+    wait_until(lambda: two.step() is None or two.arenas[0].has(on_disk[0]))
     tier_of(one, "disk").erase(on_disk[:1])
     one.drain(10)
-    wait_for(lambda: not any(peers_of(two).contains(on_disk[:1])))
+    wait_until(lambda: not any(peers_of(two).contains(on_disk[:1])))
 
 
 @pytest.mark.parametrize(
@@ -334,5 +335,5 @@ def test_only_private_stores_of_frames_as_they_are_in_slots_are_shown(opened, se
     one.drain(10)
     two, _ = opened(listen)
     in_memory = [key in one.arenas[0].sealed for key in KEYS]
-    wait_for(lambda: list(peers_of(two).contains(KEYS)) == in_memory)
+    wait_until(lambda: list(peers_of(two).contains(KEYS)) == in_memory)
     assert sum(in_memory) == SLOTS

@@ -11,6 +11,7 @@ from typing import ClassVar
 import attrs
 import pytest
 from faulty_backend import FINE, Fault, FaultyBackend, always, now_and_then
+from patience import HANG
 from sizes import LONG
 
 import kvtier_disk.plugin
@@ -166,7 +167,7 @@ class Soak:
         self.epoch += 1
 
     def settle(self):
-        self.note(self.manager.drain(timeout=30.0))
+        self.note(self.manager.drain(timeout=HANG))
         assert self.manager.jobs == 0
 
     def note(self, events):

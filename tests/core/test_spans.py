@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 
 import pytest
+from patience import HANG
 from servers.otlp import Collector, known_of
 
 from kvtier_core.errors import BackendError
@@ -120,7 +121,7 @@ def test_a_collector_that_hangs_or_is_away_costs_nothing(collector, monkeypatch,
 
     told = threading.Thread(target=observe, daemon=True)
     told.start()
-    told.join(60)
+    told.join(HANG)
     assert not told.is_alive(), "it waits for the collector"
     assert not collector.spans
 

@@ -17,6 +17,7 @@ import kvikio.cufile_driver
 import kvikio.defaults
 import pytest
 from fake_cuda import FakeCuda
+from patience import HANG
 from test_staged_reader import HASTY, KEYS, NBYTES, SHARD, Machine, good, same
 
 from kvtier_core.errors import BackendError
@@ -273,7 +274,7 @@ def test_without_gpudirect_storage_the_hosts_memory_is_used(opened, fake, monkey
 
 def test_a_driver_that_hangs_is_not_waited_for(fake, tmp_path, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr(device_lane, "DeviceReads", lambda *_: go.wait(30))
+    monkeypatch.setattr(device_lane, "DeviceReads", lambda *_: go.wait(HANG))
     with contextlib.closing(Machine(tmp_path, arena="cpu", device="cuda:0", timeout=HASTY)) as machine:
         attached(machine)
         assert all("did not answer for 0.5s" in where(side) for side in machine.sides)
@@ -356,7 +357,7 @@ def test_auto_leaves_it_to_an_arena_without_gpudirect_storage(automatic, monkeyp
 def test_a_hanging_read_keeps_its_files_and_memory(automatic, fake, monkeypatch, timeout):
     """It would read into what others got meanwhile, or from another file."""
     go, closed = threading.Event(), []
-    monkeypatch.setattr(DeviceLane, "_read_payloads", lambda *_: go.wait(30))
+    monkeypatch.setattr(DeviceLane, "_read_payloads", lambda *_: go.wait(HANG))
     monkeypatch.setattr(DeviceReads, "close", closed.append)
     before = fake.c.fake_allocations()
     assert all("could not be compared within 0.5s" in refused["gds"] for refused in refusals(automatic))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import Counter
 
 import pytest
 import torch
+from patience import HANG, wait_until
 
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
@@ -270,7 +270,7 @@ def test_a_read_that_hangs_fails_and_loads_go_on_when_it_returns(hasty, monkeypa
     returns, read = threading.Event(), SlabFiles.read_extents
 
     def hang(files, extents, into):
-        returns.wait(30)
+        returns.wait(HANG)
         into[0][:] = bytes(len(into[0]))
         return read(files, extents, into)
 
@@ -291,7 +291,7 @@ def test_a_read_that_was_given_up_reaches_no_page_when_it_returns(hasty, monkeyp
     returns, returned, read = threading.Event(), threading.Semaphore(0), SlabFiles.read_extents
 
     def hang(files, extents, into):
-        returns.wait(30)
+        returns.wait(HANG)
         try:
             return read(files, extents, into)
         finally:
@@ -303,7 +303,7 @@ def test_a_read_that_was_given_up_reaches_no_page_when_it_returns(hasty, monkeyp
     empty = machine.content()
     returns.set()
     for _ in range(2):
-        assert returned.acquire(timeout=30)
+        assert returned.acquire(timeout=HANG)
     for side in machine.sides:
         side.close()  # waits for the threads
     assert same(machine.content(), empty)
@@ -318,9 +318,7 @@ def test_a_load_goes_on_while_the_engine_takes_no_step(opened, monkeypatch):
     plan = StepPlan(loads=(("request", Transfer(tuple(opened.frames()), pages)),))
     for side in opened.sides:
         side.load(plan, idle=False)
-    deadline = time.monotonic() + 30
-    while not same(opened.content(), expected):
-        assert time.monotonic() < deadline, "the load waits for a step"
+    wait_until(lambda: same(opened.content(), expected), "the load waits for a step")
     for side in opened.sides:
         side.suspend()
         assert side.loaded() == ({"request"}, set())

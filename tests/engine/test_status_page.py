@@ -19,6 +19,7 @@ import threading
 import pyte
 import pytest
 from fake_host import CHUNK, FRAME, Host
+from patience import HANG
 
 import kvtier_disk.plugin
 from kvtier_core.cli import main, top
@@ -432,7 +433,7 @@ def test_the_end_waits_for_no_client(host, path, monkeypatch):
             fcntl.ioctl(client, termios.TIOCOUTQ, unread)
         closing = threading.Thread(target=served.side.status.close, daemon=True)
         closing.start()
-        closing.join(20.0)
+        closing.join(HANG)
         assert not closing.is_alive()
         assert client.recv(1) == b""
 

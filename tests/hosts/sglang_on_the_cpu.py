@@ -14,6 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
+from patience import HANG
 
 pytest.importorskip("sglang", reason="make test-hosts installs SGLang")
 
@@ -108,18 +109,18 @@ class Host:
         """Write the pages of a prompt from host memory to the storage. Returns them."""
         indices = self.pool.alloc(len(prompt))
         self.controller.write_storage(indices, prompt, get_storage_hash_str(prompt, page_size=PAGE))
-        operation = self.controller.ack_backup_queue.get(timeout=60)
+        operation = self.controller.ack_backup_queue.get(timeout=HANG)
         assert operation.completed_tokens == len(prompt)
         return self.pages(indices)
 
     def prefetch(self, prompt: RadixKey) -> list[torch.Tensor]:
         """Read those pages of a prompt that SGLang may use then."""
         self.controller.prefetch("a request", prompt)
-        operation = self.controller.prefetch_hit_queue.get(timeout=60)
+        operation = self.controller.prefetch_hit_queue.get(timeout=HANG)
         operation.host_indices = self.pool.alloc(len(operation.hash_value) * PAGE)
         self.controller.prefetch_buffer.put(operation)
         tokens = 0
-        while not (ack := self.controller.ack_prefetch_queue.get(timeout=60)).completed_req:
+        while not (ack := self.controller.ack_prefetch_queue.get(timeout=HANG)).completed_req:
             tokens = ack.completed_tokens
         return self.pages(operation.host_indices[:tokens])
 

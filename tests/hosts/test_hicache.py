@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import HANG
 from servers.redis import one_server
 from sglang_on_the_cpu import PAGE, Host, host_pool, latent_pool, model, settings
 
@@ -336,6 +337,6 @@ def test_a_result_that_never_comes_is_no_page(backend, tmp_path, monkeypatch):
         found = []
         asking = threading.Thread(target=lambda: found.append(pages.batch_get_v1(KEYS, INDICES)))
         asking.start()
-        asking.join(20)
+        asking.join(HANG)
     asking.join()
     assert found == [[False] * PAGES]

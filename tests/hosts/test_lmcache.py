@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.redis import one_server, wait_until
+from patience import HANG, wait_until
+from servers.redis import one_server
 
 pytest.importorskip("lmcache", reason="make test-hosts")
 
@@ -79,7 +80,7 @@ class Adapter:
     def _wait(self, descriptor: int, ask):
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG
         while time.monotonic() < deadline:
             if (answer := ask()) is not None:
                 return answer
@@ -286,7 +287,7 @@ def test_objects_of_another_shape_or_encoded_by_lmcache_are_refused(adapter, cap
 
 def test_nothing_is_stored_and_nothing_found_if_it_opens_late(adapter, tmp_path, model, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr("kvtier_core.engine.weights.digest", lambda *_, **__: (released.wait(60), "a" * 64)[1])
+    monkeypatch.setattr("kvtier_core.engine.weights.digest", lambda *_, **__: (released.wait(HANG), "a" * 64)[1])
     serving = adapter(ours(disk(tmp_path), model, load_wait="0.1s"))
     assert not serving.store()
     assert serving.lookup() == []
@@ -327,7 +328,7 @@ def test_lmcaches_own_check_passes(tmp_path, model):
     spec = ours(disk(tmp_path), model)
     command = [sys.executable, "-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter"]
     command += ["--model", MODEL, "--l2-adapter", json.dumps(spec), "--obj-size", "4096"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG).stdout
     rates = re.findall(r"\| (\w+)[^|]*\|.*\| *(\d+/\d+) \| *([\d.]+)% \|", said)
     assert rates == [(phase, "5/5", "100.0") for phase in ("LOOKUP", "STORE", "LOOKUP", "LOAD")], said
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers.redis import wait_until
+from patience import HANG, wait_until
 
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
@@ -53,7 +52,7 @@ def pages(tmp_path, model) -> Iterator:
 def store_for(pages: ModelPages, page: Page | None = PAGE) -> PageStore | None:
     told: queue.SimpleQueue[PageStore | None] = queue.SimpleQueue()
     pages.when_open(page, told.put)
-    return told.get(timeout=60)
+    return told.get(timeout=HANG)
 
 
 def opened(pages: ModelPages, page: Page = PAGE) -> PageStore:
@@ -62,13 +61,9 @@ def opened(pages: ModelPages, page: Page = PAGE) -> PageStore:
 
 
 def wait(pages: ModelPages, ticket: int) -> set[bytes]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for result in pages.poll():
-            assert result.ticket == ticket
-            return set(result.keys)
-        time.sleep(0.001)
-    raise AssertionError("the job does not end")
+    (result,) = wait_until(lambda: list(pages.poll()), "the job does not end")
+    assert result.ticket == ticket
+    return set(result.keys)
 
 
 def put(pages: ModelPages, page: Page = PAGE) -> None:
@@ -129,7 +124,7 @@ def test_calls_wait_until_it_is_open(pages):
 
 def test_calls_wait_no_longer_than_load_wait(pages, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr("kvtier_core.engine.weights.digest", lambda *_, **__: (released.wait(60), "a" * 64)[1])
+    monkeypatch.setattr("kvtier_core.engine.weights.digest", lambda *_, **__: (released.wait(HANG), "a" * 64)[1])
     serving = pages(load_wait="0.1s")
     assert store_for(serving) is store_for(serving) is None
     released.set()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from disks import tmpfs
+from patience import HANG, wait_until
 from servers.redis import one_server
 
 from kvtier_core.config.load import load_config
@@ -36,13 +37,9 @@ class Host:
         self.store = PageStore(load_config(document, Registry.discover()), namespace, NBYTES)
 
     def wait(self, ticket: int) -> Result:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            for result in self.store.poll():
-                assert result.ticket == ticket, "results are told once, in the order of their ends"
-                return result
-            time.sleep(0.001)
-        raise AssertionError("the job does not end")
+        (result,) = wait_until(lambda: list(self.store.poll()), "the job does not end")
+        assert result.ticket == ticket, "results are told once, in the order of their ends"
+        return result
 
     def put(self, keys=KEYS[:8], salt=0) -> set[bytes]:
         return set(self.wait(self.store.put(keys, [memoryview(page(key, salt)) for key in keys])).keys)
@@ -183,7 +180,7 @@ def hanging(monkeypatch) -> Iterator[threading.Event]:
     released = threading.Event()
     for name in ("read", "write"):
         call = getattr(DiskBackend, name)
-        monkeypatch.setattr(DiskBackend, name, lambda *args, call=call: (released.wait(60), call(*args))[1])
+        monkeypatch.setattr(DiskBackend, name, lambda *args, call=call: (released.wait(HANG), call(*args))[1])
     yield released
     released.set()
 

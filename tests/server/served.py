@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from patience import HANG
+
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
 import kvtier_gds.plugin
@@ -22,7 +24,7 @@ from kvtier_core.types import Namespace, Nbytes
 LAYOUT = make_layout((1024, 3072), 4)
 FRAME = LAYOUT.frame_nbytes
 #: For tests that are not about waiting: on a busy machine an answer takes longer than an engine waits for it.
-PATIENT = Waits(20.0, 20.0)
+PATIENT = Waits(lookup=HANG, others=HANG)
 
 
 def config_of(slots: int, *stores: dict, frame: int = FRAME, keep: Path | None = None):

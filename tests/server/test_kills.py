@@ -7,11 +7,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from engine_process import BLOCKS, LAYOUT, NAMESPACE, OWN, STEPS, filled
+from patience import wait_until
 from served import PATIENT, serving
 
 from kvtier_core.server.client import RemoteStack
@@ -36,14 +36,6 @@ def process(*command, ready, **options):
 
 def engine(path, steps, which="STEPS"):
     return process(sys.executable, str(SCRIPT), str(path), which, str(steps), ready="ready")
-
-
-def within(seconds, true):
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not (found := true()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
 
 
 def serves(path):
@@ -89,11 +81,11 @@ def test_an_engine_that_is_killed_leaves_nothing_behind(steps, tmp_path):
     with serving(tmp_path, slots=8) as served:
         with engine(served.path, steps) as killed:
             killed.send_signal(signal.SIGKILL)
-        assert within(10, lambda: at_rest(served.server))
+        wait_until(lambda: at_rest(served.server))
         stored = STEPS.index(next(step for step in STEPS if step.__name__ == "commits"))
         renewed = STEPS.index(next(step for step in STEPS if step.__name__ == "begins_an_epoch"))
         assert serves(served.path) == (len(OWN) if stored < steps <= renewed else 0)
-        assert within(10, lambda: at_rest(served.server))
+        wait_until(lambda: at_rest(served.server))
 
 
 @pytest.mark.parametrize("steps", range(1, len(STEPS)), ids=[step.__name__ for step in STEPS[1:]])

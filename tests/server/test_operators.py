@@ -9,6 +9,7 @@ import httpx
 import jsonschema
 import pytest
 from engine_process import OWN
+from patience import HANG
 from served import LAYOUT, serving
 
 from kvtier_core.builtin.chained import Chained
@@ -82,10 +83,10 @@ def test_health_is_the_progress_of_the_owner(served):
 
     def hang():
         hangs.set()
-        goes_on.wait(20)
+        goes_on.wait(HANG)
 
     served.server.ask(hang)
-    hangs.wait(20)
+    hangs.wait(HANG)
     assert "no progress" in client("health", status=503)["error"]
     goes_on.set()
     assert client("health")["boot"] == f"{served.server.boot:x}"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG
 from servers.stopping import stop
 from test_kills import process, server
 
@@ -18,7 +19,7 @@ TIERS = "version: 1\ntiers:\n  - {type: cpu, capacity: 1MiB, huge_pages: off}\n"
 
 
 def kvtier(*arguments, **options):
-    return subprocess.run([KVTIER, *arguments], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([KVTIER, *arguments], capture_output=True, text=True, timeout=HANG, **options)
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_serve_prints_the_setting_for_engines_and_ends_on_a_signal(file, tmp_pat
     with process(KVTIER, "serve", "--config", file, "--socket", path, ready=f"server: unix:{path}") as running:
         assert path.stat().st_mode & 0o777 == 0o600
         running.send_signal(signal.SIGTERM)
-        assert running.wait(30) == 0
+        assert running.wait(HANG) == 0
     assert not path.exists()
 
 

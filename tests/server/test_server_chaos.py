@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from chaos_engine import LAYOUT, NAMESPACE
+from patience import wait_until
 from sizes import LONG
-from test_kills import server, within
+from test_kills import server
 
 from kvtier_core.server.client import RemoteStack
 from kvtier_core.server.protocol import Opening
@@ -72,7 +73,7 @@ def test_no_kill_harms_those_who_live(below, kept, tmp_path):
             each.kill()
             told += each.communicate()[0]
         survivor = RemoteStack(path, Opening("model", "survivor", NAMESPACE, LAYOUT))
-        assert within(10, lambda: not survivor.step() and survivor.usage() and not survivor.usage()[0].pins)
+        wait_until(lambda: not survivor.step() and survivor.usage() and not survivor.usage()[0].pins)
         assert survivor.usage()[0].chunks, "nothing was ever stored"
         assert ("it has read a slab" in told) == bool(stores)
         assert len(os.listdir(f"/proc/{running.pid}/fd")) < 30 and memory_of(running.pid) < 200 << 10

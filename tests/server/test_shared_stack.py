@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from engine_process import LAYOUT, NAMESPACE, OWN, STEPS, filled
+from patience import HANG, wait_until
 from served import PATIENT, serving
 from servers.stopping import stop
-from test_kills import at_rest, engine, server, within
+from test_kills import at_rest, engine, server
 
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
@@ -47,7 +48,7 @@ def steps_until(stack, true):
         stack.step()
         return true()
 
-    assert within(10, stepped)
+    wait_until(stepped)
 
 
 def test_engines_of_one_namespace_find_what_each_stored(tmp_path):
@@ -81,7 +82,7 @@ def test_every_engine_hears_what_happens_to_its_tiers(tmp_path):
         first, second = served.stack(), served.stack()
         store(first, OWN)
         events = []
-        assert within(10, lambda: events.extend(second.step()) or events)
+        wait_until(lambda: events.extend(second.step()) or events)
         assert [event.kind for event in events] == [EventKind.STORED] and events[0].keys == tuple(OWN)
         steps_until(second, lambda: second.usage())
         assert second.usage()[0].chunks == len(OWN)
@@ -147,14 +148,14 @@ def test_a_dead_epoch_leaves_no_stack_behind(tmp_path):
         stack.drain(5)
         assert len(list(served.server.spaces)) == 1
         stack.close()
-        assert within(5, lambda: not list(served.server.spaces))
+        wait_until(lambda: not list(served.server.spaces))
 
 
 def test_stacks_that_nobody_used_for_the_longest_time_are_closed(tmp_path):
     with serving(tmp_path, slots=64) as served:
         for number in range(12):
             served.stack(f"model {number}").close()
-        assert within(5, lambda: len(list(served.server.spaces)) == 8)
+        wait_until(lambda: len(list(served.server.spaces)) == 8)
         assert next(iter(served.server.spaces)).model == "model 4"
 
 
@@ -169,9 +170,9 @@ def test_the_slots_of_a_hung_worker_are_kept_until_it_has_ended(tmp_path):
         assert arena.reserved == len(OWN) + len(reserved) and len(reserved) == 2
         limit = LoadLimit(100.0, 100.0)
         assert other.lookup(OWN, "request", limit).pending, "it may be filled soon"
-        assert within(10, lambda: not other.lookup(OWN, "request", limit).pending), "everybody waits for who hangs"
+        wait_until(lambda: not other.lookup(OWN, "request", limit).pending), "everybody waits for who hangs"
         hung.kill()
-        assert within(10, lambda: arena.reserved == len(reserved))
+        wait_until(lambda: arena.reserved == len(reserved))
 
 
 def test_a_dead_scheduler_side_frees_nothing_that_its_worker_may_touch(tmp_path):
@@ -182,12 +183,10 @@ def test_a_dead_scheduler_side_frees_nothing_that_its_worker_may_touch(tmp_path)
         stack.reserve(OWN, "store")
         (space,) = served.server.spaces
         stack.close()
-        assert within(
-            5, lambda: served.server.ask(lambda: [each.hung_up for each in space.sessions]).result() == [True]
-        )
+        wait_until(lambda: served.server.ask(lambda: [each.hung_up for each in space.sessions]).result() == [True])
         assert space.stack.arenas[0].reserved == len(OWN)
         worker.close()
-        assert within(5, lambda: at_rest(served.server))
+        wait_until(lambda: at_rest(served.server))
 
 
 def test_an_engine_maps_all_pages_soon_after_it_has_attached(tmp_path):
@@ -205,7 +204,7 @@ def test_an_engine_maps_all_pages_soon_after_it_has_attached(tmp_path):
                     found.append(int(line.split()[1]))
             return found
 
-        assert within(10, lambda: sum(size >= whole for size in mapped()) >= 2), mapped()
+        wait_until(lambda: sum(size >= whole for size in mapped()) >= 2), mapped()
         mover.close()
 
 
@@ -213,8 +212,8 @@ def test_an_engine_maps_all_pages_soon_after_it_has_attached(tmp_path):
 def busy(server):
     """The server's thread does something else meanwhile."""
     begun, ends = threading.Event(), threading.Event()
-    server.ask(lambda: (begun.set(), ends.wait(20)))
-    begun.wait(20)
+    server.ask(lambda: (begun.set(), ends.wait(HANG)))
+    begun.wait(HANG)
     try:
         yield
     finally:
@@ -251,7 +250,7 @@ def test_a_server_that_stops_answering_costs_one_wait_and_is_used_when_it_answer
             stack.step()
         assert not waits, "they waited, too"
         monkeypatch.undo()
-        assert within(5, lambda: "does not answer" in stack.lookup(OWN, "another").miss_reason)
+        wait_until(lambda: "does not answer" in stack.lookup(OWN, "another").miss_reason)
         stopped.send_signal(signal.SIGCONT)
         steps_until(stack, lambda: not stack.still_pending("request"))
         assert len(stack.lookup(OWN, "request").slots) == len(OWN), "the late answer was lost"
@@ -266,7 +265,7 @@ def test_an_engine_goes_on_without_its_server_and_reaches_the_next_one(tmp_path)
         attachment = stack.attachment
         first.kill()
         first.wait()
-        assert within(5, lambda: str(path) in stack.lookup(OWN, "request").miss_reason)
+        wait_until(lambda: str(path) in stack.lookup(OWN, "request").miss_reason)
         assert stack.step() == [] and not stack.reserve(OWN, "store") and stack.usage() == []
         assert list(stack.handles) == list(stack.media) == ["cpu"], "what a load came from has no name any more"
     with server(tmp_path, path):
@@ -294,7 +293,7 @@ def test_a_server_ends_its_sessions_when_engines_close(tmp_path):
         stack = served.stack()
         stack.reserve(OWN, "store")
         stack.close()
-        assert within(5, lambda: at_rest(served.server))
+        wait_until(lambda: at_rest(served.server))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs the right to be somebody else")
@@ -313,7 +312,7 @@ connect("{path}")
         served.path.chmod(0o777)
         served.path.rename(path)
         try:
-            other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+            other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
         finally:
             path.rename(served.path)
     assert other.stdout == "b''\n", "the server spoke to a stranger"

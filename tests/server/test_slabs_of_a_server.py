@@ -11,8 +11,9 @@ import signal
 import attrs
 import pytest
 from engine_process import BLOCKS, LAYOUT, NAMESPACE, OWN, READS, Engine, filled
+from patience import wait_until
 from served import PATIENT, serving
-from test_kills import engine, erase, server, within
+from test_kills import engine, erase, server
 from test_shared_stack import OTHERS, busy, steps_until
 
 from kvtier_core.config.compose import attach_reader
@@ -118,7 +119,7 @@ def test_workers_read_what_another_engine_stored(served):
     with worker_of(stack) as worker:
         assert not worker.load()
         events = []
-        assert within(10, lambda: events.extend(stack.step()) or any(each.kind is EventKind.READ for each in events))
+        wait_until(lambda: events.extend(stack.step()) or any(each.kind is EventKind.READ for each in events))
         assert not leased(served)
 
 
@@ -170,7 +171,7 @@ def test_a_frame_that_workers_read_is_a_miss_for_an_engine_that_needs_it_in_memo
     assert len(other.reserve(OWN, "store")) == len(OWN)
     other.release("store")
     reads.release("request")
-    assert within(5, lambda: other.lookup(OWN, "request", PATIENCE).pending == len(OWN))
+    wait_until(lambda: other.lookup(OWN, "request", PATIENCE).pending == len(OWN))
 
 
 def test_an_engine_that_begins_an_epoch_reads_to_the_end_what_it_had_begun(served):
@@ -203,7 +204,7 @@ def test_a_prefetch_brings_up_what_workers_do_not_read(served):
     assert not any(space.stack.arenas[0].has(key) for key in OWN)
     other = served.stack(recomputes=False)
     other.prefetch(OWN)
-    assert within(10, lambda: other.step() or space.stack.arenas[0].has(OWN[0]))
+    wait_until(lambda: other.step() or space.stack.arenas[0].has(OWN[0]))
 
 
 def test_an_answer_from_before_direct_reads_were_stopped_is_not_used(served):
@@ -226,7 +227,7 @@ def test_a_frame_that_is_damaged_after_it_was_found_is_found_by_nobody(served, t
         unread = worker.load()
     assert {key: read.status for key, read in unread.items()} == {OWN[0]: ReadStatus.CORRUPT}
     first.release("held")
-    assert within(5, lambda: not second.lookup(OWN, "request", PATIENCE).slots)
+    wait_until(lambda: not second.lookup(OWN, "request", PATIENCE).slots)
     assert not second.lookup(OWN, "request", PATIENCE).pending
 
 
@@ -237,19 +238,19 @@ def test_frames_of_a_dead_engine_may_leave_once_its_worker_has_ended(served):
     stack.load_begins(frames, "request")
     (space,) = served.server.spaces
     stack.close()
-    assert within(5, lambda: served.server.ask(lambda: any(each.hung_up for each in space.sessions)).result())
+    wait_until(lambda: served.server.ask(lambda: any(each.hung_up for each in space.sessions)).result())
     assert leased(served), "its worker may still read it"
     assert gds(served).silence == 0.0, "others wait for what nobody will tell"
     assert worker.read(frames[0]) == {}
     worker.close()
-    assert within(5, lambda: not leased(served))
+    wait_until(lambda: not leased(served))
 
 
 @pytest.mark.parametrize("steps", range(len(READS)), ids=[step.__name__ for step in READS])
 def test_an_engine_that_is_killed_while_it_reads_leaves_nothing_behind(served, steps):
     with engine(served.path, steps, "READS") as killed:
         killed.send_signal(signal.SIGKILL)
-    assert within(10, lambda: not leased(served))
+    wait_until(lambda: not leased(served))
     with worker_of(served.stack()) as worker:
         assert not worker.load()
 

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from servers.redis import free_port, wait_until
+from patience import HANG, wait_until
+
+from servers.redis import free_port
 
 #: vLLM looks for its kernels in all modules, and stumbles over an object of this one, which LMCache imports by numba.
 UNSEARCHABLE = "llvmlite.binding.ffi"
-PATIENCE = 120  # seconds: it imports torch and more
 _MAIN = "import sys; from lmcache.cli.main import main; sys.exit(main())"
 
 
@@ -40,7 +41,7 @@ class LMCacheServer:
         environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": path}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        wait_until(self._answers, "the server has not started", PATIENCE)
+        wait_until(self._answers, "the server has not started")
 
     @property
     def connector(self) -> dict[str, Any]:
@@ -51,7 +52,7 @@ class LMCacheServer:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(60)
+        self._process.wait(HANG)
 
     def _answers(self) -> bool:
         assert self._process.poll() is None, self._log.read_text()

@@ -16,8 +16,9 @@ from typing import Any
 
 import attrs
 import pytest
+from patience import wait_until
 
-from servers.redis import free_port, wait_until
+from servers.redis import free_port
 from servers.stopping import stopped
 
 ROOM = 64 << 20  #: that a client lends where a test needs little

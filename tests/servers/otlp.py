@@ -6,6 +6,7 @@ import http.server
 import threading
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from patience import HANG
 
 
 class Collector(http.server.ThreadingHTTPServer):
@@ -38,7 +39,7 @@ class Collector(http.server.ThreadingHTTPServer):
 class _Receiver(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        assert self.server.answers.wait(60)
+        assert self.server.answers.wait(HANG)
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             for scope in resource.scope_spans:
                 self.server.spans += scope.spans

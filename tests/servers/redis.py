@@ -10,18 +10,17 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import hiredis
 import pytest
+from patience import HANG, wait_until
 
 from servers.stopping import stopped
 
-_PATIENCE = 30.0  # seconds for a server to start, or for a cluster to agree
 _TICK = 0.02
 #: Settings of a server that writes nothing to the disk.
 IN_MEMORY = ("--save", "", "--appendonly", "no")
@@ -83,7 +82,7 @@ class RedisServer:
     def ask(self, *words: object) -> Any:
         """The answer to a command; a hiredis.ReplyError if it is one."""
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_PATIENCE)
+            connection.settimeout(HANG)
             connection.connect(str(self.socket))
             reader = hiredis.Reader(encoding="utf-8", errors="surrogateescape")
             commands = [("AUTH", self.password)] if self.password else []
@@ -107,14 +106,6 @@ class RedisServer:
 
 def _word(word: object) -> bytes | str:
     return word if isinstance(word, bytes) else str(word)
-
-
-def wait_until(condition: Callable[[], object], otherwise: str, seconds: float = _PATIENCE) -> None:
-    """Look again and again until it holds. Fails with the sentence ``otherwise`` when that takes too long."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(_TICK)
 
 
 def free_port() -> int:

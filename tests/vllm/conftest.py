@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 import pytest
 from fork_server import ForkServer
+from patience import HANG
 
 from kvtier_core.cli import engines
 from kvtier_core.server import client
@@ -24,7 +25,7 @@ from kvtier_core.server import client
 # Read by vLLM when it is imported. What is set already is so on purpose: test_processes sets some.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",  # drafts by n-gram run in numba, whose number of threads becomes that of torch
     "VLLM_LOGGING_LEVEL": "INFO",
@@ -193,7 +194,7 @@ class Engine:
         """Let everything on its way down arrive. What the last step stored may be reported by the next one."""
         while self.scheduler.has_requests():
             self.llm.llm_engine.step()
-        self.connector.side.drain(timeout=20)
+        self.connector.side.drain(timeout=HANG)
 
     def assert_at_rest(self) -> None:
         """Nothing pinned, nothing in flight, no block of the engine lost."""
@@ -214,7 +215,7 @@ class Engine:
 
 #: An engine does without a slot that its server does not name in time. Here all tests of a run share the cores, and it
 #: may take long until the server gets one.
-PATIENT = functools.partial(client.Waits, others=20.0)
+PATIENT = functools.partial(client.Waits, others=HANG, silence=HANG)
 
 
 @pytest.fixture(autouse=True)

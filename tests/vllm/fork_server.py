@@ -20,6 +20,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from patience import HANG
+
 #: What each engine would import otherwise.
 _HEAVY = (
     "vllm.v1.engine.core",
@@ -30,9 +32,6 @@ _HEAVY = (
     "kvtier_core.vllm.connector",
     "conftest",
 )
-
-#: Seconds after which a process that should have ended long ago hangs.
-_PATIENCE = 200
 
 #: Before what the function returned, at the end of its log.
 _RETURNED = "RETURNED "
@@ -90,6 +89,10 @@ def _fork_the_rest() -> None:
 # -- in the test -----------------------------------------------------------------------------------------
 
 
+#: Makes processes sleep where they would poll; a folder for ``PYTHONPATH``.
+PASSIVE = str(Path(__file__).parent / "passive")
+
+
 def _beside_the_environment() -> list[str]:
     """What this process imports from besides its environment, which the server has by itself."""
     return [path for path in sys.path if path and not Path(path).is_relative_to(sys.prefix)]
@@ -101,7 +104,7 @@ class ForkServer:
     def __init__(self) -> None:
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *_beside_the_environment()]),
+            "PYTHONPATH": os.pathsep.join([PASSIVE, str(Path(__file__).parent), *_beside_the_environment()]),
             "TORCHDYNAMO_DISABLE": "1",  # else each engine spends two seconds on compiling a helper of the sampler
         }
         self._process = subprocess.Popen(
@@ -129,7 +132,7 @@ class ForkServer:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
             self.start(function, log, {"XDG_RUNTIME_DIR": folder, **environment}, **arguments)
-            deadline = time.monotonic() + _PATIENCE
+            deadline = time.monotonic() + HANG
             while not log.exists() or self.members():
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     self.kill()

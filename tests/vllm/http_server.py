@@ -17,11 +17,10 @@ from typing import Any
 import attrs
 import httpx
 from conftest import MANY, Answer, Outcome
+from fork_server import PASSIVE
+from patience import HANG
 
 from kvtier_core.cli import engines
-
-_PATIENCE = 240.0  # seconds for it to start, of which it takes some twenty when nothing else runs
-_FAREWELL = 40.0  # seconds for it to end
 
 
 @attrs.frozen
@@ -82,12 +81,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str, core: int = 0) -> Iterator[Server]:
-    """A server of the model with kvtier, ended as an operator ends it. Its worker computes on one core.
-
-    Two that run at once need two cores: while one waits for KV its worker polls with `sched_yield`, and Linux 6.18 was
-    seen to run it alone for 20 s, although the other one's worker on the same core could run.
-    """
+def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str) -> Iterator[Server]:
+    """A server of the model with kvtier, ended as an operator ends it."""
     _call_it_vllm(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -101,9 +96,8 @@ def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str, 
     command += ["--host", "127.0.0.1", "--port", str(port), "--kv-transfer-config", json.dumps(transfer), *options]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)]),
+        "PYTHONPATH": os.pathsep.join([PASSIVE, str(folder), *filter(None, sys.path)]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
         "VLLM_SERVER_DEV_MODE": "1",
         "XDG_RUNTIME_DIR": str(folder),
         "TORCHDYNAMO_DISABLE": "1",
@@ -121,20 +115,20 @@ def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str, 
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(_FAREWELL)
+            process.wait(HANG)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def client_of(port: int, *, timeout: float = 60) -> httpx.Client:
+def client_of(port: int, *, timeout: float = HANG) -> httpx.Client:
     """Each request has a connection of its own: servers close idle ones, perhaps just when one is used again."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits, trust_env=False)
 
 
 def _wait(process: subprocess.Popen, client: httpx.Client, log: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + HANG
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
             if client.get("/health").status_code == httpx.codes.OK:

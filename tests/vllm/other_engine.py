@@ -15,8 +15,7 @@ from typing import Any
 import attrs
 from conftest import Answer, Engine, Outcome
 from fork_server import ForkServer
-
-_PATIENCE = 120.0  #: seconds for an answer
+from patience import HANG
 
 
 def live(path: str, model: str, kvtier: dict[str, Any], options: dict[str, Any]) -> None:
@@ -56,22 +55,19 @@ class OtherEngine:
 
 
 @contextlib.contextmanager
-def beside(
-    fork_server: ForkServer, model: Path, kvtier: dict[str, Any], *, cores: str = "0", **options: Any
-) -> Iterator[OtherEngine]:
-    """Another engine of this model, until the end of the block; ``cores``: those of its ranks, as vLLM takes them."""
+def beside(fork_server: ForkServer, model: Path, kvtier: dict[str, Any], **options: Any) -> Iterator[OtherEngine]:
+    """Another engine of this model, until the end of the block."""
     with tempfile.TemporaryDirectory(prefix="kvtier-") as folder, contextlib.ExitStack() as closing:
         path, log = Path(folder, "socket"), Path(folder, "log")
         arguments = {"path": str(path), "model": str(model), "kvtier": kvtier, "options": options}
         environment = {
             "XDG_RUNTIME_DIR": folder,
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         }
         fork_server.start("other_engine:live", log, environment, **arguments)
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + HANG
         sock = closing.enter_context(socket.socket(socket.AF_UNIX))
-        sock.settimeout(_PATIENCE)
+        sock.settimeout(HANG)
         while sock.connect_ex(str(path)):
             assert time.monotonic() < deadline, log.read_text()[-6000:]
             time.sleep(0.05)

@@ -164,7 +164,6 @@ def test_a_change_that_one_of_two_ranks_notices_is_one_for_both(engine, fork_ser
     environment = {
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     }
     (old, *changed), log = fork_server.run("test_changed_weights:ask_before_and_after", environment, **arguments)
     assert largest_difference(old, before[:1]) < NOISE

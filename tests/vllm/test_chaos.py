@@ -175,8 +175,6 @@ class Campaign:
         environment = {"CHAOS_STORE": str(self._store), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
         if moment in VICTIMS:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        if options.get("tensor_parallel_size") == 2:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
         life = Life(
             self._fork_server,
             self._folder / f"life-{next(self._lives)}",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import Outcome, cpu, cpu_and_disk, hit, miss, prompt, told_by_engines
 from cpu_parallel import let_experts_exchange
+from patience import HANG
 from sizes import some
 from test_serving import NOISE
 
@@ -56,13 +57,13 @@ async def _live(model: str, stack: dict, asked: list, options: dict) -> list:
             if tier.get("shared"):
                 await _stored(Path(tier["path"]), prompts=len({seed for _, seed in asked[: turn + 1]}))
     told = told_by_engines()
-    engine.shutdown(timeout=20)
+    engine.shutdown(timeout=HANG)
     return [said, told]
 
 
 async def _stored(folder: Path, prompts: int) -> None:
     """Wait until the chunks of so many prompts are in a folder that replicas share."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG
     while len(list(folder.rglob("*.kv"))) < 8 * prompts and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
 
@@ -83,7 +84,6 @@ def one_life(fork_server, model, stack, asked, **options):
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(["0", "1"] * options.get("tensor_parallel_size", 1)),
     }
     arguments = {"model": str(model), "stack": stack, "asked": asked, "options": options}
     (answers, told), log = fork_server.run("test_data_parallel:live", environment, **arguments)

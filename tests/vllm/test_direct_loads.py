@@ -170,7 +170,6 @@ def test_each_rank_reads_its_shard(fork_server, model, tmp_path):
     environment = {
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     }
     arguments = {"model": str(model), "stack": alone(tmp_path), "options": {"tensor_parallel_size": 2}}
     cold, _ = fork_server.run("test_direct_loads:ask_in_processes", environment, **arguments)

@@ -16,6 +16,7 @@ import pytest
 from conftest import BLOCK, Answer, Engine, hit, prompt
 from http_server import client_of, serving
 from nodes import free_port
+from patience import HANG
 from test_peer_engines import address_of, node
 from test_serving import NOISE
 
@@ -39,8 +40,8 @@ def servers(model, with_words, tmp_path_factory):
     first = node(capacity="512MiB")
     second = {**node(address_of(first), capacity="512MiB"), "load_wait": f"{LOAD_WAIT}s"}
     with contextlib.ExitStack() as open_now, ThreadPoolExecutor(2) as starting:
-        stacks = enumerate(zip(folders, (first, second), strict=True))
-        contexts = [serving(folder, model, stack, *options, core=core) for core, (folder, stack) in stacks]
+        stacks = zip(folders, (first, second), strict=True)
+        contexts = [serving(folder, model, stack, *options) for folder, stack in stacks]
         yield tuple(starting.map(open_now.enter_context, contexts))
 
 
@@ -53,8 +54,8 @@ def front(servers):
         [sys.executable, str(PROXY), "--prefill", urls[0], "--decode", urls[1], "--port", str(port)]
     )
     try:
-        with client_of(port, timeout=120) as client:
-            deadline = time.monotonic() + 60
+        with client_of(port) as client:
+            deadline = time.monotonic() + HANG
             while time.monotonic() < deadline and process.poll() is None:
                 try:
                     client.get("/health")
@@ -64,7 +65,7 @@ def front(servers):
             yield attrs.evolve(servers[1], client=client)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(HANG)
 
 
 @pytest.mark.more
@@ -118,7 +119,7 @@ def test_a_first_server_that_is_killed_while_two_hundred_prompts_are_under_way(s
     decoder.outcomes()
 
     def kill_after_fifty():
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + HANG
         while len(decoder.outcomes_so_far()) < 50:
             assert time.monotonic() < deadline, "few are answered"
             time.sleep(0.05)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import prompt
+from patience import wait_until
 from servers.lmcache import LMCacheServer, hide_what_vllm_cannot_search
-from servers.redis import wait_until
 from test_server import NOISE
 
 pytest.importorskip("lmcache", reason="make test-hosts")

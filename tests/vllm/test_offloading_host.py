@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import BLOCK, Answer, Engine, prompt
 from disks import tmpfs
-from servers.redis import one_server, wait_until
+from patience import HANG, wait_until
+from servers.redis import one_server
 from sizes import some
 
 from kvtier_core.errors import ConfigError
@@ -57,7 +58,7 @@ class Offloading:
 
     def settle(self) -> None:
         """Until vLLM has stored all that it means to, and the tiers below have it."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG
         while self._engine.scheduler.has_requests() or self.manager.has_pending_work():
             assert time.monotonic() < deadline
             self._engine.llm.llm_engine.step()
@@ -215,7 +216,7 @@ def test_another_host_over_the_same_folder_finds_nothing(offloading, model, tmp_
     opens: queue.SimpleQueue[PageStore | None] = queue.SimpleQueue()
     lmcache.when_open(Page("bytes", nbytes), opens.put)
     try:
-        theirs = opens.get(timeout=60)
+        theirs = opens.get(timeout=HANG)
         assert len(stored) >= CHUNKS
         assert [found(each, stored) for each in (ours, theirs)] == [set(stored), set()]
     finally:
@@ -290,7 +291,7 @@ def test_while_a_store_hangs_the_engine_goes_on(offloading, tmp_path, truth, mon
     if method == "read":
         store(offloading, config)
     released, call = threading.Event(), getattr(DiskBackend, method)
-    monkeypatch.setattr(DiskBackend, method, lambda *args: (released.wait(60), call(*args))[1])
+    monkeypatch.setattr(DiskBackend, method, lambda *args: (released.wait(HANG), call(*args))[1])
     try:
         with offloading(config) as second:
             answer = second.ask()
@@ -316,7 +317,7 @@ def test_two_living_engines_share_a_redis(offloading, model, fork_server, tmp_pa
         with offloading(config) as ours:
             ours.ask()
             ours.settle()
-            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             arguments = {"model": str(model), "config": config}
             (tokens, logprobs, cached), _ = fork_server.run("test_offloading_host:ask_again", environment, **arguments)
         assert cached == HIT

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from conftest import cpu, cpu_and_disk, hit, miss, prompt
+from patience import HANG
 from safetensors.torch import load_file, save_file
 from test_direct_loads import slabs
 from test_processes import largest_difference, run
@@ -105,7 +106,7 @@ def test_kept_memory_is_packed(engine, tmp_path, own):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as keep:
         for packing, kept in [("auto", False), ("auto", True), ("off", False), ("auto", True)]:
             with serving(tmp_path, keep=keep, packing=packing), engine(of(tmp_path), **options) as served:
-                deadline = time.monotonic() + 30
+                deadline = time.monotonic() + HANG
                 while True:  # until what is kept was verified
                     answer = served.ask(ASKED)[0]
                     if not kept or served.outcomes()[-1] == hit(530, cpu=512):

@@ -37,18 +37,13 @@ def of_five_layers(tmp_path_factory):
 
 @pytest.fixture
 def start(fork_server, tmp_path):
-    """``start(function, model, **options)`` is an engine's life over a folder, with a core for each two ranks.
-
-    ``settings`` are those of the stack.
-    """
+    """``start(function, model, **options)`` is an engine's life over a folder; ``settings`` are those of the stack."""
 
     def start(function, model, settings=None, **options):
-        ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
         environment = {
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # of functions that a test calls in workers
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % 2) for rank in range(ranks)),
         }
         arguments = {"model": str(model), "stack": cpu_and_disk(tmp_path, **settings or {}), "options": options}
         return fork_server.run(f"test_parallel:{function}", environment, **arguments)

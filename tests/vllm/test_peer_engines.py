@@ -12,6 +12,7 @@ import pytest
 from conftest import Answer, cpu, hit, miss, prompt
 from nodes import free_port
 from other_engine import beside
+from patience import HANG
 from servers.stopping import stop
 from sizes import some
 from test_server import NOISE, of, serving
@@ -43,7 +44,7 @@ def meets(said):
 
     def meets(*addresses):
         unmet = {f"kvtier: peers: {address} shows its frames" for address in addresses}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG
         while unmet := unmet.difference(said()):
             assert time.monotonic() < deadline, "they do not meet"
             time.sleep(0.02)
@@ -56,7 +57,7 @@ def test_an_engine_with_other_ranks_finds_each_head_in_the_memory_of_another(eng
     with engine() as plain:
         (truth,) = plain.ask(ASKED)
     first, second = ({**node(), "identity": {"ranks": "any"}} for _ in range(2))
-    with beside(fork_server, model, first, cores="0|1", tensor_parallel_size=2) as owner:
+    with beside(fork_server, model, first, tensor_parallel_size=2) as owner:
         assert owner.ask(ASKED).differs(truth) < NOISE
         second["tiers"][-1]["peers"] = [address_of(first)]
         with engine(second) as reader:

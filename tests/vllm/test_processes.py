@@ -32,7 +32,6 @@ def run(fork_server, model, stack, environment=FORKED, at_once=True, **options):
     environment = {
         **environment,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1" if options.get("tensor_parallel_size") else "0",
     }
     arguments = {"model": str(model), "stack": stack, "options": options, "at_once": at_once}
     (cold, warm, [told]), log = fork_server.run("test_processes:ask_twice", environment, **arguments)

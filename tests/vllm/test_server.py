@@ -14,6 +14,7 @@ from pathlib import Path
 import tiny_hybrids
 from conftest import hit, prompt
 from other_engine import beside
+from patience import HANG
 from test_data_parallel import one_life
 from test_hybrid import OPTIONS
 from test_processes import largest_difference, run
@@ -36,7 +37,7 @@ def serving(folder, *stores, capacity="64MiB", keep=None, packing="off"):
             yield server
         finally:
             server.terminate()
-            server.wait(60)
+            server.wait(HANG)
 
 
 def of(folder):
@@ -87,7 +88,7 @@ def test_an_engine_is_never_without_an_answer_while_its_server_is_replaced(engin
         assert served.ask(asked)[0].differs(truth) == 0
         assert "no session of the server" in served.outcomes()[-1].why
         with serving(tmp_path, disk):
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + HANG
             while served.outcomes()[-1:] != [hit(530, disk=512)]:
                 assert served.ask(asked)[0].differs(truth) < NOISE
                 assert time.monotonic() < deadline, "the engine does not find the server that came in its place"
@@ -111,9 +112,9 @@ def test_a_server_that_is_replaced_under_load_keeps_its_memory(engine, tmp_path)
         for end in (signal.SIGKILL, signal.SIGTERM):
             running.send_signal(end)
             answers = [served.ask(asked)[0] for asked in prompts]
-            running.wait(60)
+            running.wait(HANG)
             running = closing.enter_context(serving(tmp_path, keep=keep))
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + HANG
             while served.outcomes()[-1:] != [hit(530, cpu=512)]:
                 answers += [served.ask(asked)[0] for asked in prompts]
                 assert time.monotonic() < deadline, "what was in memory is not found"

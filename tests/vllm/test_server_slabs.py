@@ -8,6 +8,7 @@ import time
 
 import pytest
 from conftest import hit, prompt
+from patience import HANG
 from test_direct_loads import ASKED, HITS, slabs
 from test_processes import largest_difference, run
 from test_server import NOISE, of, serving
@@ -72,7 +73,7 @@ def test_workers_read_on_when_the_server_is_killed_and_then_read_frames_of_the_n
         assert killed.returncode and served.ask(ASKED)[0].differs(stored) < NOISE
         assert "no session of the server" in served.outcomes()[-1].why
         with serving(tmp_path, served_slabs(tmp_path)):
-            before, deadline = len(ranges_read), time.monotonic() + 30
+            before, deadline = len(ranges_read), time.monotonic() + HANG
             while served.ask(ANOTHER) and "no session of the server" in served.outcomes()[-1].why:
                 assert time.monotonic() < deadline, "the engine does not find the server that came in its place"
             assert served.ask(ASKED)[0].differs(stored) < NOISE

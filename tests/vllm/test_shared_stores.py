@@ -84,7 +84,7 @@ def test_two_living_engines_find_what_the_other_stored(engine, model, fork_serve
     with engine(shared()) as ours:
         ours.ask(ASKED)
         ours.settle()
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         arguments = {"model": str(model), "stack": shared()}
         (tokens, logprobs, cached, [[told]]), _ = fork_server.run(
             "test_shared_stores:ask_again", environment, **arguments

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from conftest import CHUNK, cpu_and_disk
+from patience import HANG
 
 PROMPT = [random.Random(5).randrange(1, 500) for _ in range(4 * CHUNK + 5)]
 START = "import sys; from kvtier_core.cli import main; sys.exit(main())"
@@ -21,7 +22,7 @@ def begin(*arguments):
 
 
 def ended(command):
-    out, err = command.communicate(timeout=60)
+    out, err = command.communicate(timeout=HANG)
     assert command.returncode == 0, err
     return out
 

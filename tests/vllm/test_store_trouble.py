@@ -7,8 +7,9 @@ import time
 
 import pytest
 from conftest import Engine, cpu, hit, prompt
+from patience import HANG, wait_until
 from servers.mooncake import one_master
-from servers.redis import one_server, wait_until
+from servers.redis import one_server
 from servers.redis_groups import cluster
 from sizes import some
 from test_serving import NOISE
@@ -16,7 +17,6 @@ from test_serving import NOISE
 from kvtier_core.testing import Proxy
 
 HITS = 384
-LONG = 30.0  # seconds after which a test that waits is wrong
 KNOWN = prompt(170, 400)
 FRESH = [prompt(seed, 400) for seed in range(171, 174)]
 LOAD_WAIT = 2.0
@@ -128,7 +128,7 @@ def answers_right(served, truth):
 
 def becomes_warm(served, tier="redis"):
     """KNOWN comes from the store again. How soon depends on breakers: they rest a second or two, or four."""
-    deadline = time.monotonic() + LONG
+    deadline = time.monotonic() + HANG
     while True:
         served.ask(KNOWN)
         served.ask(FRESH[0])  # which takes its place in memory

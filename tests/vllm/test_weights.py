@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from patience import HANG
 from safetensors.torch import load_file, save_file
 
 from kvtier_core.config.model import IdentityConfig
@@ -217,7 +218,7 @@ def test_readers_of_different_files_do_not_wait_for_each_other(tmp_path, monkeyp
 
     with Entry("weights", (("model.safetensors", 1),)).alone():
         threading.Thread(target=read_others, daemon=True).start()
-        assert entered.wait(10)
+        assert entered.wait(HANG)
 
 
 # -- of an engine ------------------------------------------------------------------------------------------

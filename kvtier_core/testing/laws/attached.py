@@ -10,10 +10,10 @@ import attrs
 
 from kvtier_core.interfaces import NO_BLOCK, AllocatorBackend, JobResult, Mover, PageList
 from kvtier_core.layouts import Part, Shard
+from kvtier_core.testing.resources import PATIENCE
 from kvtier_core.testing.samples import PagedBuffer, poison
 
 BLOCKS = 24  #: pages in each layer of the paged buffer
-_PATIENCE = 30.0  # seconds
 
 
 def settle(mover: Mover, jobs: Collection[int]) -> dict[int, bool]:
@@ -24,10 +24,10 @@ def settle(mover: Mover, jobs: Collection[int]) -> dict[int, bool]:
 def reports_of(mover: Mover, jobs: Collection[int]) -> dict[int, JobResult]:
     """Poll until each job is reported; returns the reports."""
     reports: dict[int, JobResult] = {}
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + PATIENCE
     while not reports.keys() >= set(jobs):
         missing = sorted(set(jobs) - reports.keys())
-        assert time.monotonic() < deadline, f"finished() has not reported jobs {missing} for {_PATIENCE:.0f} seconds"
+        assert time.monotonic() < deadline, f"finished() has not reported jobs {missing} for {PATIENCE:.0f} seconds"
         for ended in mover.finished():
             assert ended.job not in reports, f"finished() reports job {ended.job} twice"
             reports[ended.job] = ended

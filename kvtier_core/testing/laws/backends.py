@@ -16,11 +16,11 @@ from kvtier_core.interfaces import OpenContext, SupportsWalk
 from kvtier_core.testing.laws.backend_frames import come_and_go, damage_of, listed, read, soak, write_for_ever
 from kvtier_core.testing.laws.base import kill_at_work
 from kvtier_core.testing.laws.direct_reads import DirectReadLaws
+from kvtier_core.testing.resources import PATIENCE
 from kvtier_core.testing.samples import Poisoned, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 
 #: Seconds within which a read that is not blocked returns, even on a busy machine.
-PATIENCE = 20.0
 
 _KILLS = 6
 _ROUNDS = 40

@@ -21,14 +21,13 @@ import pytest
 
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing import resources
-from kvtier_core.testing.resources import Resources
+from kvtier_core.testing.resources import PATIENCE, Resources
 from kvtier_core.testing.samples import make_layout
 
 #: An installed plugin must not cost every process of the engine the import of one of these.
 HEAVY = ("torch", "numpy", "vllm", "boto3", "redis", "mooncake")
 
 _LIVES = 3
-_PATIENCE = 60.0  # seconds for a process to start
 
 #: The type of the config under test.
 Config = TypeVar("Config")
@@ -184,7 +183,7 @@ def kill_at_work(function: Callable[..., None], *args: Any, after: float = 0.0) 
     process.start()
     its.close()
     try:
-        assert ours.poll(_PATIENCE), f"a new process that should use this has done nothing for {_PATIENCE:.0f} seconds"
+        assert ours.poll(PATIENCE), f"a new process that should use this has done nothing for {PATIENCE:.0f} seconds"
         ours.recv()
         time.sleep(after)
     except EOFError as error:

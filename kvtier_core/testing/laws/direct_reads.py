@@ -15,10 +15,9 @@ from kvtier_core.frames.format import seal_part
 from kvtier_core.interfaces import Backend, DirectLoad, DirectReader, SupportsDirectReads
 from kvtier_core.testing.laws.attached import shard_of
 from kvtier_core.testing.laws.backend_calls import BackendCallLaws
+from kvtier_core.testing.resources import PATIENCE
 from kvtier_core.testing.samples import PagedBuffer, make_keys, make_namespace
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, ReadStatus, StoredFrame
-
-_PATIENCE = 30.0  # seconds
 
 
 @attrs.frozen
@@ -42,7 +41,7 @@ class _Worker:
     def load(self, frames: Sequence[StoredFrame]) -> DirectLoad:
         """Load frames, and wait for the end."""
         self.reader.load(1, frames, [[self.chunk(place)] for place in range(len(frames))])
-        self.reader.wait([1], _PATIENCE)
+        self.reader.wait([1], PATIENCE)
         ended = list(self.reader.finished())
         assert [each.job for each in ended] == [1], f"a job was begun and waited for; finished() reports {ended}"
         return ended[0]
@@ -122,7 +121,7 @@ class DirectReadLaws(BackendCallLaws):
         (blocks,) = self.layout.parts[0].blocks
         pages = PagedBuffer(self.layout, 6 * blocks, random.Random(0))
         try:
-            reader = self.config(folder).attach_reader(handle, pages.kv_cache(), _PATIENCE)
+            reader = self.config(folder).attach_reader(handle, pages.kv_cache(), PATIENCE)
         except BackendError as error:
             pytest.skip(f"workers do not read it here: {error}")
         with contextlib.closing(reader):

@@ -20,6 +20,7 @@ import pytest
 from kvtier_core.interfaces import Observer, ObserverConfig, OpenContext
 from kvtier_core.testing import resources
 from kvtier_core.testing.laws.base import Laws, in_new_process, kill_at_work
+from kvtier_core.testing.resources import PATIENCE
 from kvtier_core.testing.samples import make_context, make_keys
 from kvtier_core.transfer.io_pool import run_within
 from kvtier_core.types import Event, EventKind, Usage
@@ -31,7 +32,6 @@ _MANY = 10_000
 #: Of so many events an observer may keep this many, to send them together for instance.
 _MAY_KEEP = 1000
 #: Seconds after which a call is said to hang.
-_PATIENCE = 60.0
 
 
 class _Newer(enum.Enum):
@@ -242,7 +242,7 @@ def _observe(observer: Observer, events: Sequence[Event]) -> None:
 
 def _aside(call: Callable[[], None]) -> None:
     """Make the call on another thread, as an engine does."""
-    outcome = run_within(call, _PATIENCE)
-    assert outcome is not None, f"a call has taken {_PATIENCE:.0f} s"
+    outcome = run_within(call, PATIENCE)
+    assert outcome is not None, f"a call has taken {PATIENCE:.0f} s"
     if outcome.error is not None:
         raise outcome.error

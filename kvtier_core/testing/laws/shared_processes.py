@@ -11,10 +11,9 @@ from multiprocessing.synchronize import Barrier
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing.laws.backend_frames import damage_of, read
+from kvtier_core.testing.resources import PATIENCE
 from kvtier_core.testing.samples import make_frame, make_key, same
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Nbytes
-
-_PATIENCE = 60.0  # seconds for a process to start
 
 
 def users(count: int) -> ProcessPoolExecutor:
@@ -32,7 +31,7 @@ def _wait_for(others: Barrier) -> None:
 
 def _open_with_others(config: BackendConfig, ctx: OpenContext) -> Backend:
     backend = config.open(ctx)
-    _started[0].wait(_PATIENCE)
+    _started[0].wait(PATIENCE)
     return backend
 
 

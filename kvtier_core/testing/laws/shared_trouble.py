@@ -17,12 +17,12 @@ from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.testing.laws.backend_frames import damage_of, read
 from kvtier_core.testing.laws.backends import BackendLaws
 from kvtier_core.testing.laws.shared_processes import store, write
+from kvtier_core.testing.resources import PATIENCE
 from kvtier_core.testing.samples import is_poison, make_keys, make_namespace, poison, same
 from kvtier_core.types import ChunkKey, Seconds
 
 #: Seconds beyond its deadline within which a call ends, even on a busy machine; and within which a store that can be
 #: reached again is used again.
-PATIENCE = 15.0
 
 _TIMEOUT = Seconds(1)
 _BATCH = 40  # keys: a backend that waits for each of them in turn is found out

@@ -13,6 +13,7 @@ import subprocess
 
 import attrs
 import pytest
+from patience import HANG
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import FrameError, verify
@@ -163,7 +164,7 @@ def test_a_writer_that_dies_half_way_leaves_nothing_under_the_name(tmp_path, dir
     open_disk(tmp_path).close()
     writer = multiprocessing.get_context("spawn").Process(target=_die_half_way, args=(tmp_path, key, direct))
     writer.start()
-    writer.join(60)
+    writer.join(HANG)
     assert writer.exitcode == -signal.SIGKILL
     (left,) = files(tmp_path)
     assert left.suffix == ".tmp"

@@ -10,6 +10,7 @@ import stat
 import threading
 
 import pytest
+from patience import HANG
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_context, make_frame, make_key, make_namespace
@@ -19,7 +20,6 @@ from kvtier_disk.config import DiskConfig
 NBYTES = 4 * FRAME_ALIGNMENT
 KEY, MATE = make_key(0), make_key(1)
 STRANGER = 12345
-PATIENCE = 20.0
 
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away, or make a device")
 
@@ -90,7 +90,7 @@ def in_time(work):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(PATIENCE)
+    thread.join(HANG)
     assert outcome, "it hangs"
     return outcome[0]
 

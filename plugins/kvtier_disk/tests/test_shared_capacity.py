@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import HANG
 from servers.stopping import stop
 from test_disk import NBYTES, file_of, write
 from test_shared_disk import open_shared
@@ -24,7 +25,6 @@ from kvtier_core.testing.samples import make_frame, make_key, make_keys, make_na
 from kvtier_disk import shared, shared_account
 from kvtier_disk.shared_account import FolderAccount, recount_folder
 
-PATIENCE = 60.0  # seconds for a process to start, or to end
 ROOM = 24
 CAPACITY = ROOM * NBYTES
 #: Seconds by which the time of a file may differ from that of the clock: a tick of the kernel, and more.
@@ -231,7 +231,7 @@ def test_an_engine_that_holds_a_lock_keeps_no_other_for_ever(path, engine, lock)
 
 def write_on(path, numbers, to_parent):
     """Open the folder and write a frame for each number; tell when each write began and ended."""
-    engine = open_shared(Path(path), capacity=CAPACITY, timeout=PATIENCE)
+    engine = open_shared(Path(path), capacity=CAPACITY, timeout=HANG)
     to_parent.send("open")
     for number in numbers:
         key = make_key(number)
@@ -276,7 +276,7 @@ def writers(path, *numbers):
     each = [Writer(path, of_one) for of_one in numbers]
     try:
         for writer in each:
-            assert writer.from_child.poll(PATIENCE)
+            assert writer.from_child.poll(HANG)
         yield each
     finally:
         for writer in each:

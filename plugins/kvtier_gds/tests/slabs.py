@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from patience import HANG
+
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend
 from kvtier_core.testing.samples import make_context, make_frame, make_layout, make_namespace
@@ -64,7 +66,7 @@ def dies(work: Callable[..., None], *args: Any) -> None:
     """Run ``work(*args)`` in a process that ends by kill -9."""
     process = multiprocessing.get_context("spawn").Process(target=work, args=args)
     process.start()
-    process.join(60)
+    process.join(HANG)
     assert process.exitcode == -signal.SIGKILL
 
 

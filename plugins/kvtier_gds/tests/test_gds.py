@@ -14,6 +14,7 @@ import time
 import attrs
 import pytest
 from disks import tmpfs
+from patience import HANG
 from slabs import NBYTES, dies, held, open_slabs, place_of, read, records, whole, write
 
 from kvtier_core.errors import BackendError, StoreFull
@@ -222,7 +223,7 @@ def test_every_frame_left_by_a_kill_is_whole(three):
         started = spawn.Event()
         writer = spawn.Process(target=_write_and_delete_for_ever, args=(three[:2], seed, started), daemon=True)
         writer.start()
-        assert started.wait(60)
+        assert started.wait(HANG)
         time.sleep(rng.uniform(0, 0.1))
         writer.kill()
         writer.join()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from patience import wait_until
 from servers.mooncake import ROOM
-from servers.redis import wait_until
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import wait_until
 from servers.mooncake import ROOM, Master
-from servers.redis import wait_until
 from servers.stopping import stop
 from sizes import some
 

@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -76,14 +76,6 @@ def open_node(memory: Mapping[ChunkKey, memoryview] | None = None, ctx: OpenCont
     )
     node.address = settings["listen"]
     return node
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 20) -> None:
-    """Until it holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.01)
 
 
 def read(node, keys, nbytes=NBYTES):

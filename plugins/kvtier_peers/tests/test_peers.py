@@ -8,7 +8,8 @@ import threading
 import time
 
 import pytest
-from nodes import FRAMES, KEYS, NBYTES, finds, free_port, holders, open_node, read, wait_for
+from nodes import FRAMES, KEYS, NBYTES, finds, free_port, holders, open_node, read
+from patience import wait_until
 from servers.redis import make_certificate
 
 from kvtier_core.errors import BackendError
@@ -23,10 +24,10 @@ def test_nodes_read_from_each_other(node):
     first = node({KEYS[0]: FRAMES[KEYS[0]]})
     second = node({KEYS[1]: FRAMES[KEYS[1]]}, peers=[first.address])
     third = node(peers=[first.address, second.address])
-    wait_for(lambda: finds(third, *KEYS[:2]))
+    wait_until(lambda: finds(third, *KEYS[:2]))
     assert list(third.contains(KEYS)) == [True, True, False, False]
     assert read(third, KEYS) == [FRAMES[KEYS[0]], FRAMES[KEYS[1]], b"", b""]
-    wait_for(lambda: finds(second, KEYS[0]))
+    wait_until(lambda: finds(second, KEYS[0]))
     assert list(second.contains(KEYS)) == [True, False, False, False], "its own frames are in its arena"
 
 
@@ -34,7 +35,7 @@ def test_frames_of_another_namespace_are_not_shown(node):
     first = node({KEYS[0]: FRAMES[KEYS[0]]})
     same = node(peers=[first.address])
     other = node(peers=[first.address], ctx=make_context(namespace=make_namespace("another")))
-    wait_for(lambda: finds(same, KEYS[0]))
+    wait_until(lambda: finds(same, KEYS[0]))
     time.sleep(0.1)
     assert not finds(other, KEYS[0]) and read(other, KEYS[:1]) == [b""]
 
@@ -46,10 +47,10 @@ def test_namespaces_of_a_process_share_a_listener(node):
     node({KEYS[0]: FRAMES[KEYS[0]]}, listen=address)
     second = open_node({KEYS[1]: FRAMES[KEYS[1]]}, ctx=other, listen=address)
     ours, theirs = node(peers=[address]), node(peers=[address], ctx=other)
-    wait_for(lambda: finds(ours, KEYS[0]) and finds(theirs, KEYS[1]))
+    wait_until(lambda: finds(ours, KEYS[0]) and finds(theirs, KEYS[1]))
     assert not finds(ours, KEYS[1]) and not finds(theirs, KEYS[0])
     second.close()
-    wait_for(lambda: not finds(theirs, KEYS[1]))
+    wait_until(lambda: not finds(theirs, KEYS[1]))
     assert finds(ours, KEYS[0])
 
 
@@ -65,7 +66,7 @@ def test_a_frame_whose_slot_is_used_again_while_it_is_sent_is_a_miss(node):
     goes = Fleeting()
     first = node(goes)
     second = node(peers=[first.address])
-    wait_for(lambda: goes.update(FRAMES) or finds(second, *KEYS))
+    wait_until(lambda: goes.update(FRAMES) or finds(second, *KEYS))
     goes.update(FRAMES)
     assert read(second, KEYS) == [b""] * len(KEYS)
     assert not goes
@@ -74,7 +75,7 @@ def test_a_frame_whose_slot_is_used_again_while_it_is_sent_is_a_miss(node):
 def test_a_frame_that_is_longer_than_a_slot_is_a_miss(node):
     first = node(FRAMES)
     second = node(peers=[first.address])
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     assert read(second, KEYS[:1], NBYTES - 1) == [b""]
     assert read(second, KEYS[:1]) == [FRAMES[KEYS[0]]]
 
@@ -85,7 +86,7 @@ def test_a_frame_that_is_longer_than_a_slot_is_a_miss(node):
 def test_another_peer_sends_what_one_failed_to_send(node, behind):
     address, proxy = behind
     third = node(peers=[address, node(FRAMES).address])
-    wait_for(lambda: holders(third) == [2] * len(KEYS))
+    wait_until(lambda: holders(third) == [2] * len(KEYS))
     proxy.truncate(NBYTES)
     assert read(third, KEYS) == [FRAMES[key] for key in KEYS]
 
@@ -93,13 +94,13 @@ def test_another_peer_sends_what_one_failed_to_send(node, behind):
 def test_a_peer_that_is_gone_is_a_miss_and_is_found_again(node, behind):
     address, proxy = behind
     second = node(peers=[address])
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     proxy.drop()
-    wait_for(lambda: second.facts()[address] != "shows its frames")
+    wait_until(lambda: second.facts()[address] != "shows its frames")
     assert read(second, KEYS) == [b""] * len(KEYS)
     assert list(second.contains(KEYS)) == [False] * len(KEYS)
     proxy.heal()
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     assert read(second, KEYS) == [FRAMES[key] for key in KEYS]
 
 
@@ -108,7 +109,7 @@ def test_a_peer_that_hangs_costs_one_call_its_patience(node, behind):
     address, proxy = behind
     other = node({KEYS[3]: FRAMES[KEYS[3]]})
     third = node(peers=[address, other.address], patience=Seconds(0.2))
-    wait_for(lambda: finds(third, *KEYS) and holders(third)[3] == 2)
+    wait_until(lambda: finds(third, *KEYS) and holders(third)[3] == 2)
     proxy.stall()
     begun = time.monotonic()
     assert read(third, KEYS)[3] == FRAMES[KEYS[3]]
@@ -123,22 +124,22 @@ def test_a_peer_that_is_silent_has_nothing(node, behind, monkeypatch):
     monkeypatch.setattr("kvtier_peers.peer._SILENCE", 0.1)
     address, proxy = behind
     second = node(peers=[address], patience=Seconds(1))
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     passed = sum(proxy.forwarded.values())
-    wait_for(lambda: sum(proxy.forwarded.values()) > passed + 500)
+    wait_until(lambda: sum(proxy.forwarded.values()) > passed + 500)
     assert finds(second, *KEYS), "it says that nothing has changed"
     proxy.stall()
-    wait_for(lambda: not any(second.contains(KEYS)))
+    wait_until(lambda: not any(second.contains(KEYS)))
 
 
 def test_garbage_is_a_miss(node, behind):
     address, proxy = behind
     second = node(peers=[address])
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     proxy.garble()
     assert all(isinstance(each, BackendError) or each == b"" or len(each) == NBYTES for each in read(second, KEYS))
     with pytest.raises(AssertionError):
-        wait_for(lambda: finds(node(peers=[address]), KEYS[0]), seconds=0.5)
+        wait_until(lambda: finds(node(peers=[address]), KEYS[0]), seconds=0.5)
 
 
 def test_a_stranger_learns_nothing_and_stops_nobody(node):
@@ -149,7 +150,7 @@ def test_a_stranger_learns_nothing_and_stops_nobody(node):
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"kvtier peers 9\r\n" + bytes(48), bytes(4096)):
             stranger = strangers.enter_context(socket.create_connection((host, int(port))))
             stranger.sendall(said)
-        wait_for(lambda: finds(second, *KEYS))
+        wait_until(lambda: finds(second, *KEYS))
         assert read(second, KEYS) == [FRAMES[key] for key in KEYS]
 
 
@@ -164,7 +165,7 @@ def test_connections_are_bounded_whether_they_have_said_anything_or_not(node, mo
         third.settimeout(20)
         assert third.recv(1) == b""
     second = node(peers=[first.address])
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
 
 
 # -- who is let in -----------------------------------------------------------------------------------
@@ -183,11 +184,11 @@ def test_only_who_knows_the_token_is_shown_a_frame(node, secrets):
     ours, theirs = secrets
     first = node(FRAMES, token=ours)
     second = node(peers=[first.address], token=ours)
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     assert read(second, KEYS) == [FRAMES[key] for key in KEYS]
     for stranger in (node(peers=[first.address], token=theirs), node(peers=[first.address])):
         with pytest.raises(AssertionError):
-            wait_for(lambda stranger=stranger: finds(stranger, KEYS[0]), seconds=0.5)
+            wait_until(lambda stranger=stranger: finds(stranger, KEYS[0]), seconds=0.5)
 
 
 def test_nor_does_who_knows_it_take_frames_from_others(node, secrets):
@@ -195,7 +196,7 @@ def test_nor_does_who_knows_it_take_frames_from_others(node, secrets):
     first = node(FRAMES)
     second = node(peers=[first.address], token=ours)
     with pytest.raises(AssertionError):
-        wait_for(lambda: finds(second, KEYS[0]), seconds=0.5)
+        wait_until(lambda: finds(second, KEYS[0]), seconds=0.5)
 
 
 @pytest.fixture
@@ -214,11 +215,11 @@ def test_with_tls_only_who_has_a_certificate_is_shown_a_frame(node, certificates
     ours, theirs = certificates
     first = node(FRAMES, **ours)
     second = node(peers=[first.address], **ours)
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     assert read(second, KEYS) == [FRAMES[key] for key in KEYS]
     for stranger in (node(peers=[first.address], **theirs), node(peers=[first.address])):
         with pytest.raises(AssertionError):
-            wait_for(lambda stranger=stranger: finds(stranger, KEYS[0]), seconds=0.5)
+            wait_until(lambda stranger=stranger: finds(stranger, KEYS[0]), seconds=0.5)
 
 
 def test_beyond_loopback_nothing_is_shown_without_a_token_or_tls(secrets, certificates):
@@ -255,20 +256,20 @@ def test_a_node_does_not_read_from_itself(node):
     address = f"127.0.0.1:{free_port()}"
     first = node(FRAMES, listen=address, peers=[address])
     with pytest.raises(AssertionError):
-        wait_for(lambda: finds(first, KEYS[0]), seconds=0.5)
+        wait_until(lambda: finds(first, KEYS[0]), seconds=0.5)
 
 
 def test_a_file_of_addresses_is_read_again(node, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("kvtier_peers.roster._AGAIN", 0.05)
     file = tmp_path / "peers"
     second = node(file=file)
-    wait_for(lambda: finds(second, *KEYS) or "No such file" in caplog.text)
+    wait_until(lambda: finds(second, *KEYS) or "No such file" in caplog.text)
     first = node(FRAMES)
     file.write_text(f"# our nodes\nlocalhost:{first.address.rpartition(':')[2]}  # by name\nno address\n")
-    wait_for(lambda: finds(second, *KEYS))
-    wait_for(lambda: finds(second, *KEYS) and "write an address as host:port, and not 'no address'" in caplog.text)
+    wait_until(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS) and "write an address as host:port, and not 'no address'" in caplog.text)
     file.write_text("")
-    wait_for(lambda: not finds(second, KEYS[0]))
+    wait_until(lambda: not finds(second, KEYS[0]))
 
 
 def test_a_node_that_closes_waits_for_who_reads(node):
@@ -283,7 +284,7 @@ def test_a_node_that_closes_waits_for_who_reads(node):
 
     slow = open_node(Slow(FRAMES))
     second = node(peers=[slow.address])
-    wait_for(lambda: finds(second, KEYS[0]))
+    wait_until(lambda: finds(second, KEYS[0]))
     reading.clear()
     thread = threading.Thread(target=read, args=(second, KEYS[:1]))
     thread.start()

@@ -91,7 +91,8 @@ def _read(folder: str, when: str) -> None:
 
 
 def _read_from(owner: subprocess.Popen, when: str) -> None:
-    from nodes import open_node, wait_for
+    from nodes import open_node
+    from patience import wait_until
 
     from kvtier_core.errors import BackendError
     from kvtier_core.types import EnvSecret, Seconds
@@ -100,14 +101,14 @@ def _read_from(owner: subprocess.Popen, when: str) -> None:
     keys, nbytes = list(frames), len(next(iter(frames.values())))
     into = [memoryview(bytearray(nbytes)) for _ in keys]
     inside = f"/proc/{owner.pid}/ns/net"
-    wait_for(lambda: os.readlink(inside) != os.readlink("/proc/self/ns/net"))
+    wait_until(lambda: os.readlink(inside) != os.readlink("/proc/self/ns/net"))
     cable = Cable(owner.pid)
     owner.stdin.write("\n")
     owner.stdin.flush()
     token, patience = EnvSecret("TOKEN"), 1.0
     node = open_node(listen=f"{_READER}:{_PORT}", peers=[f"{_OWNER}:{_PORT}"], token=token, patience=Seconds(patience))
     with contextlib.closing(node):
-        wait_for(lambda: all(node.contains(keys)))
+        wait_until(lambda: all(node.contains(keys)))
         assert list(node.read(keys, into)) == [nbytes] * len(keys)
         assert into == list(frames.values())
         if when == "idle":
@@ -123,7 +124,7 @@ def _read_from(owner: subprocess.Popen, when: str) -> None:
             assert not isinstance(count, int) or count == 0 or view == frames[key]
         assert any(isinstance(count, BackendError) for count in counts), counts
         cable.plug()
-        wait_for(lambda: all(node.contains(keys)))
+        wait_until(lambda: all(node.contains(keys)))
         assert list(node.read(keys, into)) == [nbytes] * len(keys)
         assert into == list(frames.values())
 

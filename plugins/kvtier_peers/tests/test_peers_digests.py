@@ -9,7 +9,8 @@ import time
 from array import array
 
 import pytest
-from nodes import FRAMES, KEYS, finds, free_port, holders, open_node, read, wait_for
+from nodes import FRAMES, KEYS, finds, free_port, holders, open_node, read
+from patience import wait_until
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import make_keys
@@ -126,18 +127,18 @@ def test_digests_follow_frames_that_come_and_go(node):
     shown = {}
     first = node(shown)
     second = node(peers=[first.address])
-    wait_for(lambda: second.facts().get(first.address) == "shows its frames")
+    wait_until(lambda: second.facts().get(first.address) == "shows its frames")
     for key in KEYS:
         shown[key] = FRAMES[key]
-        wait_for(lambda key=key: finds(second, key), seconds=5)
+        wait_until(lambda key=key: finds(second, key), seconds=5)
     shown.pop(KEYS[0])
-    wait_for(lambda: list(second.contains(KEYS)) == [False, True, True, True], seconds=5)
+    wait_until(lambda: list(second.contains(KEYS)) == [False, True, True, True], seconds=5)
 
 
 def test_a_lookup_asks_nobody(node, behind):
     address, proxy = behind
     second = node(peers=[address])
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     passed = dict(proxy.forwarded)
     assert [finds(second, *KEYS) for _ in range(1000)] == [True] * 1000
     assert proxy.forwarded == passed
@@ -147,10 +148,10 @@ def test_a_key_with_the_fingerprint_of_another_is_a_miss(node):
     twin = ChunkKey(KEYS[0][: digests.FINGERPRINT_NBYTES] + KEYS[1][digests.FINGERPRINT_NBYTES :])
     first, other = node(FRAMES), node({twin: FRAMES[KEYS[1]]})
     second = node(peers=[first.address])
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     assert finds(second, twin) and read(second, [twin, KEYS[0]]) == [b"", FRAMES[KEYS[0]]]
     third = node(peers=[first.address, other.address])
-    wait_for(lambda: holders(third)[0] == 2)
+    wait_until(lambda: holders(third)[0] == 2)
     assert read(third, [twin, KEYS[0]]) == [FRAMES[KEYS[1]], FRAMES[KEYS[0]]], "each from who has it"
 
 
@@ -159,7 +160,7 @@ def test_a_frame_evicted_between_digest_and_read_is_a_miss(node, monkeypatch):
     shown = dict(FRAMES)
     first = node(shown)
     second = node(peers=[first.address])
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     del shown[KEYS[0]]
     assert finds(second, *KEYS) and read(second, KEYS) == [b"", *(FRAMES[key] for key in KEYS[1:])]
 
@@ -178,22 +179,22 @@ def test_after_changes_that_were_lost_all_of_the_digest_is_sent(node, monkeypatc
     shown = {KEYS[0]: FRAMES[KEYS[0]]}
     first = node(shown)
     second = node(peers=[first.address])
-    wait_for(lambda: finds(second, KEYS[0]))
+    wait_until(lambda: finds(second, KEYS[0]))
     lose.set()
     shown[KEYS[1]] = FRAMES[KEYS[1]]
-    wait_for(lambda: not lose.is_set())
+    wait_until(lambda: not lose.is_set())
     shown[KEYS[2]] = FRAMES[KEYS[2]]
-    wait_for(lambda: finds(second, *KEYS[:3]))
+    wait_until(lambda: finds(second, *KEYS[:3]))
 
 
 def test_a_peer_that_was_restarted_has_what_it_has_now(node):
     address = f"127.0.0.1:{free_port()}"
     before = open_node({KEYS[0]: FRAMES[KEYS[0]]}, listen=address)
     second = node(peers=[address])
-    wait_for(lambda: finds(second, KEYS[0]))
+    wait_until(lambda: finds(second, KEYS[0]))
     before.close()
     node({KEYS[1]: FRAMES[KEYS[1]]}, listen=address)
-    wait_for(lambda: finds(second, KEYS[1]))
+    wait_until(lambda: finds(second, KEYS[1]))
     assert list(second.contains(KEYS)) == [False, True, False, False]
 
 
@@ -202,12 +203,12 @@ def test_a_node_that_took_the_place_of_another_is_not_believed_to_have_its_frame
     address, proxy = behind
     third = node({KEYS[1]: FRAMES[KEYS[1]]})
     second = node(peers=[address])
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))
     proxy.server = ("127.0.0.1", int(third.address.rpartition(":")[2]))
     (error,) = read(second, KEYS[:1])
     assert isinstance(error, BackendError) and "it is another one" in str(error)
     assert list(second.contains(KEYS)) == [False] * len(KEYS)
-    wait_for(lambda: finds(second, KEYS[1]))
+    wait_until(lambda: finds(second, KEYS[1]))
     assert list(second.contains(KEYS)) == [False, True, False, False]
     assert read(second, KEYS[1:2]) == [FRAMES[KEYS[1]]]
 
@@ -225,8 +226,8 @@ def test_a_peer_whose_digest_is_nonsense_is_left_alone(node, monkeypatch, told):
     monkeypatch.setattr(Link, "tell", lambda link, changes: link.send(told))
     first = node(FRAMES)
     second = node(peers=[first.address])
-    wait_for(lambda: "digest" in (state := second.facts().get(first.address, "")) or "announces" in state)
+    wait_until(lambda: "digest" in (state := second.facts().get(first.address, "")) or "announces" in state)
     time.sleep(0.1)
     assert not any(second.contains(KEYS))
     monkeypatch.setattr(Link, "tell", tell)
-    wait_for(lambda: finds(second, *KEYS))
+    wait_until(lambda: finds(second, *KEYS))

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import attrs
-from nodes import Memory, free_port, wait_for
+from nodes import Memory, free_port
+from patience import wait_until
 
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.testing import SharedBackendLaws
@@ -30,7 +31,7 @@ class Pair(Backend):
 
     def contains(self, keys):
         """When the peer has told what it shows: the laws know of no delay."""
-        wait_for(lambda: self._closed or [key in self._memory for key in keys] == list(self._node.contains(keys)))
+        wait_until(lambda: self._closed or [key in self._memory for key in keys] == list(self._node.contains(keys)))
         return self._node.contains(keys)
 
     def read(self, keys, into):
@@ -66,7 +67,7 @@ class PairConfig(BackendConfig):
         settings = {"token": self.token, "patience": Seconds(10)}
         peer = PeersConfig(listen=addresses[0], **settings).open(attrs.evolve(ctx, sealed=memory))
         node = PeersConfig(listen=addresses[1], peers=addresses[:1], **settings).open(ctx)
-        wait_for(lambda: node.contains([THERE]) == [True])
+        wait_until(lambda: node.contains([THERE]) == [True])
         return Pair(memory, peer, node)
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from frames import NBYTES, PARTS, frame, manifests, names, parts, read, write
-from servers.redis import wait_until
+from patience import wait_until
 
 from kvtier_core.errors import BackendError
 from kvtier_core.testing.samples import Poisoned, make_keys, make_namespace

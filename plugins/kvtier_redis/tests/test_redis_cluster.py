@@ -6,8 +6,8 @@ import re
 
 import pytest
 from frames import frame, read, told
+from patience import wait_until
 from redis.crc import key_slot
-from servers.redis import wait_until
 from servers.redis_groups import cluster
 from servers.stopping import stop
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from frames import read, write
-from servers.redis import wait_until
+from patience import wait_until
 from servers.redis_groups import sentinels
 
 from kvtier_core.errors import BackendError

@@ -9,12 +9,11 @@ import time
 from typing import ClassVar
 
 import pytest
+from patience import HANG
 from servers.s3 import BUCKET, environment
 
 from kvtier_core.testing import SharedBackendLaws
 from kvtier_s3.config import S3Config
-
-_PATIENCE = 30.0  # seconds for it to start
 
 
 @contextlib.contextmanager
@@ -33,7 +32,7 @@ def _running(folder):
 
 
 def _wait_for(port):
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + HANG
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
             return
