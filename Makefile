@@ -44,8 +44,8 @@ api: $(VENV)/ready
 
 # What is printed, waited for and decided differs on half a core with a slow disk: there, the demo, and tests that serve.
 test-slow: $(VENV)/ready
-	$(BIN)/python tests/slowly.py $(BIN)/python examples/demo.py
-	$(BIN)/python tests/slowly.py $(BIN)/python -m pytest $(SERVING)
+	$(BIN)/python tests/elsewhere.py one-core,busy,slow-disk $(BIN)/python examples/demo.py
+	$(BIN)/python tests/elsewhere.py one-core,busy,slow-disk $(BIN)/python -m pytest $(SERVING)
 
 # Real engines of the oldest vLLM that is served. It lies in a folder of its own, found before the one in .venv.
 OLDEST_VLLM := 0.30.0

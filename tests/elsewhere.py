@@ -1,0 +1,142 @@
+"""Runs a command as it would run on another machine, or as another user.
+
+    python tests/elsewhere.py CONDITION[,CONDITION …] COMMAND [ARGUMENT …]
+    python tests/elsewhere.py --draw COMMIT COMMAND [ARGUMENT …]
+
+The second form draws one condition by the hash of a commit. The conditions are:
+
+    one-core    on one core
+    busy        beside a loop on each core that never waits
+    slow-disk   with a disk of 20 MB/s; takes root and version 1 of control groups
+    offline     in a network namespace that has the loopback alone; takes root
+    user        as the user `nobody`, in a clone of this checkout that belongs to it, with a `.venv` of its own; takes root
+    umask       with files that the user's group may write to
+    home        with an empty HOME that has a space and a letter beyond ASCII in its name
+    locale      in the C locale, where text files are ASCII unless their encoding is named
+    time-zone   12 hours and 45 minutes east of Greenwich
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DISK_NBYTES = 20_000_000  # a second
+GROUP = Path("/sys/fs/cgroup/blkio", f"kvtier-{os.getpid()}")
+NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
+
+#: Commands that run the command behind them in a condition.
+INSIDE = {
+    "one-core": ("taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))),
+    "offline": ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"),
+    "umask": ("sh", "-c", 'umask 002 && exec "$@"', "sh"),
+    "locale": ("env", "LC_ALL=C", "PYTHONCOERCECLOCALE=0", "PYTHONUTF8=0"),
+    "time-zone": ("env", "TZ=Pacific/Chatham"),
+}
+CONDITIONS = ("one-core", "busy", "slow-disk", "offline", "user", "umask", "home", "locale", "time-zone")
+
+
+@contextlib.contextmanager
+def busy(cores: set[int]) -> Iterator[None]:
+    """A loop on each of these cores."""
+    loops = [
+        subprocess.Popen(("taskset", "--cpu-list", str(core), sys.executable, "-c", "while 1: 0")) for core in cores
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+@contextlib.contextmanager
+def slow_disk() -> Iterator[None]:
+    """Limits direct reads and writes of the disk with the folder for temporary files, for this process and its children."""
+    try:
+        number = disk(tempfile.gettempdir())
+        GROUP.mkdir()
+        for what in ("read", "write"):
+            (GROUP / f"blkio.throttle.{what}_bps_device").write_text(f"{number} {DISK_NBYTES}")
+        (GROUP / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        print(f"== the disk keeps its speed: {error}", file=sys.stderr)
+        yield
+        return
+    try:
+        yield
+    finally:
+        (GROUP.parent / "cgroup.procs").write_text(str(os.getpid()))
+        with contextlib.suppress(OSError):  # a process that the command left behind
+            GROUP.rmdir()
+
+
+def disk(folder: str) -> str:
+    """The disk that holds this folder, as MAJOR:MINOR. Raises OSError if that is no disk."""
+    number = os.stat(folder).st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve(strict=True)
+    whole = device.parent if (device / "partition").exists() else device
+    return (whole / "dev").read_text().strip()
+
+
+@contextlib.contextmanager
+def new_folder(name: str) -> Iterator[Path]:
+    """An empty folder that everybody can reach."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as parent:
+        os.chmod(parent, 0o755)
+        folder = Path(parent, name)
+        folder.mkdir()
+        yield folder
+
+
+def clone_for_nobody(folder: Path) -> None:
+    """Clone this checkout into an empty folder."""
+    subprocess.run(("git", "clone", "--quiet", ROOT, folder), check=True)
+    subprocess.run(("chown", "--recursive", "nobody:nogroup", folder), check=True)
+
+
+def drawn(commit: str) -> str:
+    return CONDITIONS[int(commit, 16) % len(CONDITIONS)]
+
+
+def main(conditions: list[str], command: list[str]) -> int:
+    """Returns the exit status of the command."""
+    with contextlib.ExitStack() as closing:
+        where, environment = ROOT, dict(os.environ)
+        inside = [word for condition in conditions for word in INSIDE.get(condition, ())]
+        if "home" in conditions or "user" in conditions:
+            home = closing.enter_context(new_folder("höme of its own"))
+            environment["HOME"] = str(home)
+        if "user" in conditions:
+            where = closing.enter_context(new_folder("kvtier"))
+            environment["TMPDIR"] = str(closing.enter_context(new_folder("tmp")))
+            clone_for_nobody(where)
+            for folder in (environment["HOME"], environment["TMPDIR"]):
+                shutil.chown(folder, "nobody", "nogroup")
+            subprocess.run((*NOBODY, "make", "venv"), check=True, cwd=where, env=environment)
+            inside += NOBODY
+        if "slow-disk" in conditions:
+            closing.enter_context(slow_disk())
+        if "busy" in conditions:
+            cores = os.sched_getaffinity(0)
+            closing.enter_context(busy({min(cores)} if "one-core" in conditions else cores))
+        return subprocess.run((*inside, *command), cwd=where, env=environment).returncode
+
+
+if __name__ == "__main__":
+    what, *command = sys.argv[1:]
+    if what == "--draw":
+        commit, *command = command
+        what = drawn(commit)
+    print(f"== {what}", flush=True)
+    conditions = what.split(",")
+    if unknown := set(conditions).difference(CONDITIONS):
+        sys.exit(f"unknown conditions: {', '.join(sorted(unknown))}; known: {', '.join(CONDITIONS)}")
+    sys.exit(main(conditions, command))
