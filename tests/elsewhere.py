@@ -9,7 +9,7 @@ The second form draws one condition by the hash of a commit. The conditions are:
     busy        beside a loop on each core that never waits
     slow-disk   with a disk of 20 MB/s; takes root and version 1 of control groups
     offline     in a network namespace that has the loopback alone; takes root
-    user        as the user `nobody`, in a clone of this checkout that belongs to it, with a `.venv` of its own; takes root
+    user        as `nobody`, in a clone of this checkout that belongs to it, with a `.venv` of its own; takes root
     umask       with files that the user's group may write to
     home        with an empty HOME that has a space and a letter beyond ASCII in its name
     locale      in the C locale, where text files are ASCII unless their encoding is named
@@ -46,9 +46,8 @@ CONDITIONS = ("one-core", "busy", "slow-disk", "offline", "user", "umask", "home
 @contextlib.contextmanager
 def busy(cores: set[int]) -> Iterator[None]:
     """A loop on each of these cores."""
-    loops = [
-        subprocess.Popen(("taskset", "--cpu-list", str(core), sys.executable, "-c", "while 1: 0")) for core in cores
-    ]
+    pinned = [("taskset", "--cpu-list", str(core)) for core in cores]
+    loops = [subprocess.Popen((*taskset, sys.executable, "-c", "while True: pass")) for taskset in pinned]
     try:
         yield
     finally:
@@ -59,7 +58,7 @@ def busy(cores: set[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow_disk() -> Iterator[None]:
-    """Limits direct reads and writes of the disk with the folder for temporary files, for this process and its children."""
+    """Limits direct I/O on the disk with the folder for temporary files, for this process and its children."""
     try:
         number = disk(tempfile.gettempdir())
         GROUP.mkdir()
