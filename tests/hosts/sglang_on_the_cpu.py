@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sglang", reason="make test-hosts installs SGLang")
+pytest.importorskip("sglang", reason="SGLang is not installed: make test-hosts")
 
 
 def _without_torchvision() -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from servers.redis import one_server, wait_until
 
-pytest.importorskip("lmcache", reason="make test-hosts")
+pytest.importorskip("lmcache", reason="LMCache is not installed: make test-hosts")
 
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
 from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig
