@@ -22,21 +22,25 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: api demo test test-more test-slow test-oldest test-hosts programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
+.PHONY: api demo test test-dist test-more test-slow test-oldest test-hosts programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
 
 # DEMO has options for it.
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py $(DEMO)
 
-test: $(VENV)/ready programs
+test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # The variants of what `make test` tries: other backends, policies, kinds of models.
-test-more: $(VENV)/ready programs
+test-more: $(VENV)/ready
 	$(BIN)/python -m pytest $(PARALLEL) -m more
+
+# Builds each distribution once and installs it into an empty environment. For this, packages come from an index.
+test-dist: $(VENV)/ready
+	$(BIN)/python -m pytest -m dist
 
 # What plugins are written against, as a file that `make test` compares. For what is new and optional.
 api: $(VENV)/ready
@@ -59,7 +63,7 @@ test-oldest: $(VENV)/ready
 LMCACHE := build/lmcache-0.5.6
 SGLANG := build/sglang-0.5.23
 
-test-hosts: $(VENV)/ready $(LMCACHE)/ready $(SGLANG)/ready programs
+test-hosts: $(VENV)/ready $(LMCACHE)/ready $(SGLANG)/ready
 	PYTHONPATH=$(LMCACHE) $(BIN)/python -m pytest tests/hosts/test_lmcache.py tests/vllm/test_lmcache_host.py
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest tests/hosts/test_hicache.py
 
@@ -71,23 +75,21 @@ $(SGLANG)/ready: | $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target $(SGLANG) sglang==0.5.23 orjson==3.13.0 triton==3.9.0 ipython==9.18.1 traitlets==5.16.1
 	@touch $@
 
-# What tests start besides Python: Redis, a file system with checksums for the tests of a bad sector, and a library that
-# Mooncake's client loads. Where they cannot be had those tests are skipped, and say what to install.
+# What tests need besides Python: Redis, a file system with checksums for the tests of a bad sector, and a library that
+# Mooncake's client loads. No test installs it: without it tests are skipped, and the end of their output says so.
 PROGRAMS := redis-server:redis-server mkfs.btrfs:btrfs-progs
 LIBRARIES := libibverbs.so.1:libibverbs1
 MISSING = $(foreach each,$(PROGRAMS),$(if $(shell command -v $(firstword $(subst :, ,$(each)))),,$(lastword $(subst :, ,$(each))))) \
 	$(foreach each,$(LIBRARIES),$(if $(shell ldconfig -p | grep -F $(firstword $(subst :, ,$(each)))),,$(lastword $(subst :, ,$(each)))))
 
 programs:
-	@if [ -n "$(strip $(MISSING))" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		{ apt-get update && apt-get install --yes --no-install-recommends $(MISSING); } </dev/null >/dev/null 2>&1 \
-			|| echo "== cannot install $(strip $(MISSING)): some tests will be skipped"; \
-	fi
+	@[ -z "$(strip $(MISSING))" ] || { apt-get update && apt-get install --yes --no-install-recommends $(MISSING); } \
+		|| { echo "cannot install $(strip $(MISSING)): that takes root and apt-get; install them in another way"; exit 1; }
 
 # What `make test` runs in a short form, LONG times as long: campaigns, chaos, soaks, state machines, fuzzing.
 test-long campaign chaos: export LONG ?= 25
 
-test-long: $(VENV)/ready programs
+test-long: $(VENV)/ready
 	$(BIN)/python -m pytest $(LONGER) -m long $(PARALLEL)
 
 # A hundred thousand harmed frames, and what became of each kind. Another CAMPAIGN_SEED harms them otherwise.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from needs import needs
 
 #: The beginning of an image, where the filesystem keeps what it still needs when the device fails.
 _HEAD_NBYTES = 256 << 10
@@ -90,6 +92,7 @@ class ChecksummedDisk(Disk):
 @contextlib.contextmanager
 def btrfs(home: Path, nbytes: int) -> Iterator[ChecksummedDisk]:
     """A disk in a sparse image of at least 128 MiB, under ``home``. Skips the test where there is no btrfs."""
+    needs("mkfs.btrfs", shutil.which("mkfs.btrfs"))
     image = home / "image"
     with open(image, "wb") as file:
         file.truncate(max(nbytes, 128 << 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
+import pytest
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, SupportsListing
@@ -127,6 +129,20 @@ class FaultyBackend(Backend):
     def _end(self, fault: Fault, keys: Sequence[ChunkKey]) -> None:
         if fault.lose:
             self._inner.delete(keys)
+
+
+@contextlib.contextmanager
+def hanging(backend: type[Backend], *methods: str) -> Iterator[None]:
+    """Calls of these methods that begin in the context wait until it ends."""
+    ends = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in methods:
+            call = getattr(backend, name)
+            patch.setattr(backend, name, lambda *args, call=call: (ends.wait(), call(*args))[1])
+        try:
+            yield
+        finally:
+            ends.set()
 
 
 def _miscounted(answers: Sequence, surplus: int) -> list:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -53,26 +54,29 @@ def pythons() -> dict[int, Path]:
 
 
 def release(sources: Iterable[Path], folder: Path, pythons: Mapping[int, Path], date: str) -> None:
-    """Build all of these, the core's wheels with Python 3.11 and the newest.
+    """Build all of these side by side, the core's wheels with Python 3.11 and the newest.
 
     ``date`` is the one that archives name, the commit's: seconds since 1970.
     """
-    for source in sources:
-        if source == ROOT:
-            sdist = build_sdist(source, folder, date)
-            for minor in sorted({11, max(pythons)} & pythons.keys()):
-                build_wheel(sdist, folder, pythons[minor], date)
-        else:
-            run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, SOURCE_DATE_EPOCH=date)
+    with ThreadPoolExecutor() as threads:
+        builds = []
+        for source in sources:
+            if source == ROOT:
+                sdist = build_sdist(source, folder, date)
+                minors = sorted({11, max(pythons)} & pythons.keys())
+                builds += [threads.submit(build_wheel, sdist, folder, pythons[minor], date) for minor in minors]
+            else:
+                command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)
+                builds.append(threads.submit(run, *command, SOURCE_DATE_EPOCH=date))
+        for build in builds:
+            build.result()
 
 
 def build_sdist(source: Path, folder: Path, date: str) -> Path:
     """The sdist of a distribution."""
-    before = {*folder.glob("*.tar.gz")}
     build = (sys.executable, "-m", "build", "--no-isolation", "--sdist")
-    run(*build, "--outdir", folder, source, SOURCE_DATE_EPOCH=date)
-    (built,) = {*folder.glob("*.tar.gz")} - before
-    return built
+    said = run(*build, "--outdir", folder, source, SOURCE_DATE_EPOCH=date)
+    return folder / said.split()[-1]  # Successfully built NAME
 
 
 def build_wheel(sdist: Path, folder: Path, python: Path, date: str) -> None:

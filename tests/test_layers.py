@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -25,6 +26,8 @@ FLOORS = [
 FLOORS += ["config", "engine server", "vllm simulate testing hosts", "cli"]
 #: What a plugin may use of the core. Its tests may also use `testing`.
 FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "hookspecs", "transfer", "storekit"}
+#: Nothing of the core needs these, until a tier, an engine or a codec does.
+HEAVY = {"torch", "numpy", "vllm", "transformers", "boto3", "redis", "mooncake"}
 #: What every environment with kvtier in it has.
 LIGHT = {CORE, "attrs", "packaging", "pluggy", "yaml", *sys.stdlib_module_names}
 
@@ -46,16 +49,19 @@ MODULES = modules_of(ROOT / CORE)
 ALL_MODULES = MODULES | {name: file for package in PACKAGES for name, file in modules_of(package).items()}
 
 
-def imports(file: Path, *, at_module_level: bool = False) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(file: Path, *, at_module_level: bool = False) -> list[tuple[str, int]]:
     """The full names that a file imports, inside functions too, and the lines."""
     tree = ast.parse(file.read_text())
+    found = []
     for node in _executed_on_import(tree) if at_module_level else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}:{node.lineno}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from ((name if name in ALL_MODULES else node.module, node.lineno) for name in names)
+            found += [(name if name in ALL_MODULES else node.module, node.lineno) for name in names]
+    return found
 
 
 def _executed_on_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -143,6 +149,13 @@ def test_the_ground_floor_loads_nothing_above_it(module: str):
     script = f"import sys, kvtier_core.{module}; print(*[name for name in sys.modules if name.startswith('{CORE}.')])"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert {FLOOR_OF[name.split(".")[1]] for name in loaded} <= {0, FLOOR_OF[module]}, loaded
+
+
+@pytest.mark.parametrize("module", [CORE, f"{CORE}.config.compose", f"{CORE}.cli", f"{CORE}.vllm"])
+def test_importing_the_core_is_light(module: str):
+    script = f"import sys, {module}; print(*({HEAVY!r} & sys.modules.keys()))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not loaded
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

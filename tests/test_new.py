@@ -78,18 +78,21 @@ def test_there_is_an_example_of_each_kind_that_plugins_offer():
     assert len(kinds()) > len(KINDS), "tiers are of two kinds"
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("kind", kinds())
 def test_a_new_project_keeps_the_laws(projects, python, kind):
     told = run(python, "-m", "pytest", "-p", "no:cacheprovider", cwd=projects / f"kvtier-my-{kind}")
     assert re.search(r"\d+ passed", told)
 
 
+@pytest.mark.dist
 def test_new_projects_are_offered_and_nothing_is_broken(projects, python):
     listed = run(python, "-c", _KVTIER, "plugins", "--strict", cwd=projects)
     for kind in kinds():
         assert f"kvtier-my-{kind}:my-{kind}" in listed
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("kind", kinds())
 def test_a_new_project_is_used_in_yaml_at_once(projects, python, kind, tmp_path):
     file = small(projects / f"kvtier-my-{kind}/kvtier.yaml", tmp_path)

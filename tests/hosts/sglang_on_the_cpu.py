@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from patience import HANG
 
-pytest.importorskip("sglang", reason="make test-hosts installs SGLang")
+pytest.importorskip("sglang", reason="SGLang is not installed: make test-hosts")
 
 
 def _without_torchvision() -> None:

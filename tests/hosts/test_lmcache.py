@@ -23,7 +23,7 @@ import torch
 from patience import HANG, wait_until
 from servers.redis import one_server
 
-pytest.importorskip("lmcache", reason="make test-hosts")
+pytest.importorskip("lmcache", reason="LMCache is not installed: make test-hosts")
 
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
 from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig

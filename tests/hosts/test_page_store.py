@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from disks import tmpfs
-from patience import HANG, wait_until
+from faulty_backend import hanging
+from patience import wait_until
 from servers.redis import one_server
 
 from kvtier_core.config.load import load_config
@@ -174,28 +175,17 @@ def test_a_full_disk_is_no_more_than_misses(host, tmp_path):
         small.make_room()
 
 
-@pytest.fixture
-def hanging(monkeypatch) -> Iterator[threading.Event]:
-    """Every call to a disk waits until this is set."""
-    released = threading.Event()
-    for name in ("read", "write"):
-        call = getattr(DiskBackend, name)
-        monkeypatch.setattr(DiskBackend, name, lambda *args, call=call: (released.wait(HANG), call(*args))[1])
-    yield released
-    released.set()
-
-
-def test_a_store_that_hangs_holds_no_page_of_the_host(host, tmp_path, hanging):
+def test_a_store_that_hangs_holds_no_page_of_the_host(host, tmp_path):
     """A job ends within ``load_wait``, or at once if it is cancelled; what comes later goes nowhere."""
     pages = host(disk(tmp_path / "kv"), arena=4, load_wait="200ms")
-    taken = pages.put(KEYS[:12])
-    assert taken < set(KEYS[:12])
-    lent = [bytearray(NBYTES) for _ in KEYS]
-    ticket = pages.store.get(KEYS, [memoryview(each) for each in lent])
-    pages.store.cancel()
-    assert [result.ticket for result in pages.store.poll()] == [ticket]
-    before = [bytes(each) for each in lent]
-    hanging.set()
+    with hanging(DiskBackend, "read", "write"):
+        taken = pages.put(KEYS[:12])
+        assert taken < set(KEYS[:12])
+        lent = [bytearray(NBYTES) for _ in KEYS]
+        ticket = pages.store.get(KEYS, [memoryview(each) for each in lent])
+        pages.store.cancel()
+        assert [result.ticket for result in pages.store.poll()] == [ticket]
+        before = [bytes(each) for each in lent]
     assert pages.put(KEYS[12:14]) == set(KEYS[12:14])
     assert [bytes(each) for each in lent] == before
 

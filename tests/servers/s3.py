@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from needs import needs
 
 from servers.stopping import stopped
 
@@ -123,16 +124,6 @@ def environment() -> Iterator[None]:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         yield
-
-
-def needs(what: str, there: bool, way: str) -> None:
-    """Skip the test if something it needs is not there; where nothing may be skipped, fail."""
-    if there:
-        return
-    sentence = f"{what} is not installed; {way}"
-    if os.environ.get("KVTIER_CI"):
-        pytest.fail(sentence)
-    pytest.skip(sentence)
 
 
 @pytest.fixture(scope="session")

@@ -254,7 +254,7 @@ def test_another_connector_may_exchange_handshakes_behind_kvtier(engine, truth, 
 
 @pytest.mark.parametrize("ours_first", [False, True])
 def test_answers_are_exact_beside_nixl(engine, truth, ours_first):
-    pytest.importorskip("nixl", reason="pip install nixl-cu13 nixl: it runs over UCX without a GPU")
+    pytest.importorskip("nixl", reason="NIXL is not installed: pip install nixl-cu13 nixl")
     connectors = [kvtier(cpu()), other("NixlConnector")]
     with engine(**together(*connectors if ours_first else connectors[::-1])) as served:
         served_and_exact(served, truth)

@@ -13,7 +13,7 @@ from patience import wait_until
 from servers.lmcache import LMCacheServer, hide_what_vllm_cannot_search
 from test_server import NOISE
 
-pytest.importorskip("lmcache", reason="make test-hosts")
+pytest.importorskip("lmcache", reason="LMCache is not installed: make test-hosts")
 
 ASKED = prompt(190, 530)
 CHUNK, CHUNKS = 64, 8

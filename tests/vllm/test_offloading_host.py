@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import queue
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from conftest import BLOCK, Answer, Engine, prompt
 from disks import tmpfs
+from faulty_backend import hanging
 from patience import HANG, wait_until
 from servers.redis import one_server
 from sizes import some
@@ -286,21 +286,15 @@ def test_a_full_disk_costs_hits_and_nothing_else(offloading, tmp_path, truth):
 
 
 @pytest.mark.parametrize("method", some(["read", "write"]))
-def test_while_a_store_hangs_the_engine_goes_on(offloading, tmp_path, truth, monkeypatch, method):
+def test_while_a_store_hangs_the_engine_goes_on(offloading, tmp_path, truth, method):
     config = stack(disk(tmp_path / "kv"), load_wait="500ms")
     if method == "read":
         store(offloading, config)
-    released, call = threading.Event(), getattr(DiskBackend, method)
-    monkeypatch.setattr(DiskBackend, method, lambda *args: (released.wait(HANG), call(*args))[1])
-    try:
-        with offloading(config) as second:
-            answer = second.ask()
-            assert answer.cached == 0
-            assert same(answer, truth)
-            second.settle()
-            released.set()
-    finally:
-        released.set()
+    with offloading(config) as second, hanging(DiskBackend, method):
+        answer = second.ask()
+        assert answer.cached == 0
+        assert same(answer, truth)
+        second.settle()
 
 
 def ask_again(model: str, config: dict) -> list:

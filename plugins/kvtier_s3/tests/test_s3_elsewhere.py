@@ -60,7 +60,7 @@ class TestS3rver(SharedBackendLaws):
     @classmethod
     def _serve(cls, tmp_path_factory):
         if shutil.which("s3rver") is None:
-            pytest.skip("s3rver is not installed; npm install --global s3rver")
+            pytest.skip("s3rver is not installed: npm install --global s3rver")
         with environment(), pytest.MonkeyPatch.context() as patch, _running(tmp_path_factory.mktemp("s3rver")) as port:
             patch.setenv("AWS_ACCESS_KEY_ID", "S3RVER")
             patch.setenv("AWS_SECRET_ACCESS_KEY", "S3RVER")
