@@ -1,4 +1,4 @@
-"""The output of a run ends with why tests were skipped, and how to get what they lack."""
+"""The output of a run ends with why tests were skipped, how to get what they lack, and how many did not run."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def said(folder: Path, *options: str, **settings: str) -> str:
     (folder / "test_hosts.py").write_text(WITH_A_HOST)
     environment = {name: value for name, value in os.environ.items() if name != "KVTIER_CI"}
     environment |= {"PYTHONPATH": str(Path(__file__).parent), **settings}
-    command = [sys.executable, "-m", "pytest", "-p", "needs", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "summary", "-p", "no:cacheprovider", *options]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment).stdout
 
 
@@ -53,3 +53,14 @@ def test_where_nothing_may_be_skipped_tests_fail_for_what_is_missing(tmp_path):
     output = said(tmp_path, KVTIER_CI="1")
     assert "redis-server is not installed: make programs" in output
     assert "4 failed, 1 passed" in output
+
+
+def test_a_test_that_ends_its_process_costs_itself_alone(tmp_path):
+    (tmp_path / "test_ends.py").write_text("import os\ndef test_ends():\n    os._exit(1)")
+    output = said(tmp_path, "--numprocesses", "1", "test_ends.py", "test_some.py")
+    assert "1 failed, 1 passed, 5 skipped" in output and "did not run" not in output
+
+
+def test_tests_that_did_not_run_are_counted(tmp_path):
+    (tmp_path / "test_fails.py").write_text("def test_fails():\n    assert False")
+    assert "6 of 7 tests did not run" in said(tmp_path, "--exitfirst", "test_fails.py", "test_some.py")
