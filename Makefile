@@ -21,6 +21,8 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
+# Tests read the project's files in any locale. That kvtier does is tests/test_encodings.py's.
+export PYTHONUTF8 := 1
 
 .PHONY: api demo test test-dist test-more test-slow test-oldest test-hosts programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
 

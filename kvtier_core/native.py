@@ -35,7 +35,7 @@ def _counts(path: Path, sources: Path) -> bool:
 def expected_stamp(name: str = "_native", folder: str = ".") -> str:
     """The stamp of what belongs to this Python code: of a library of this name, from sources in a folder of csrc."""
     try:  # written beside this file when a wheel is built
-        return (_PACKAGE / f"{name}.stamp").read_text(errors="replace").strip()
+        return (_PACKAGE / f"{name}.stamp").read_text("ascii", "replace").strip()
     except OSError:
         return stamp_of(_SOURCES / folder)
 

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _try(options: argparse.Namespace, folder: Path) -> list[dict[str, str]]:
     """Run pytest, in a process and a folder that know nothing of any project's settings. Raises BackendError."""
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "pytest.ini").write_text("[pytest]\n", "ascii")
     junit = folder / "laws.xml"
     command = [sys.executable, "-m", "pytest", "--pyargs", "kvtier_core.testing.live", "--quiet", "--tb=short"]
     command += ["-c", str(folder / "pytest.ini"), "--rootdir", str(folder), "--basetemp", str(folder / "temp")]

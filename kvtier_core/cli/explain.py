@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _tokens(file: Path) -> list[int]:
     try:
-        tokens = json.loads(file.read_text())
+        tokens = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise BackendError(f"{file}: cannot be read: {error}; write the token ids as a list in JSON") from error
     if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _diff(first: Path, second: Path, output: Output) -> int:
     try:
-        one, other = (Namespace.from_json(file.read_text()) for file in (first, second))
+        one, other = (Namespace.from_json(file.read_text("utf-8")) for file in (first, second))
     except (OSError, ValueError) as error:
         raise BackendError(f"cannot be compared: {error}; name two files made with --json") from error
     differences = one.differences(other)

@@ -101,5 +101,5 @@ def _number(file: Path) -> int:
 
 def _read(file: Path | str) -> str:
     with contextlib.suppress(OSError):
-        return Path(file).read_text()
+        return Path(file).read_text("utf-8", "replace")
     return ""

@@ -66,6 +66,6 @@ def _copy(kind: str, name: str, project: Path) -> list[Path]:
         if _NOT_COPIED.isdisjoint(inside.parts):
             target = project / renamed(str(inside))
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(renamed(source.read_text()))
+            target.write_text(renamed(source.read_text("utf-8")), "utf-8")
             made.append(target)
     return made

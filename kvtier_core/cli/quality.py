@@ -93,7 +93,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         thresholds=Thresholds(**{name: getattr(options, name) for name in _THRESHOLDS}),
         about=_about(measuring, computed, control, coded),
     )
-    options.out.write_text(report.to_json())
+    options.out.write_text(report.to_json(), "utf-8")
     output.value = json.loads(report.to_json())
     _say(report, options.out, output)
     return PROBLEMS if report.failures else FINE
@@ -157,11 +157,12 @@ class Measuring:
             # Its scheduler is in that process, which waits until what it stores has arrived.
             env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         if done.returncode:
             raise BackendError(f"the engine failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        return json.loads(into.read_text())
+        return json.loads(into.read_bytes())
 
     def _stack(self, *stores: str) -> dict[str, Any]:
         """An arena over these stores. A consumer stores nothing, so its arena holds only what came from the store."""

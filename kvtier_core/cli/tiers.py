@@ -61,7 +61,7 @@ def _token_nbytes(folder: Path) -> Nbytes:
     """
     file = folder / "config.json"
     try:
-        whole = json.loads(file.read_text())
+        whole = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise BackendError(f"{file}: cannot be read: {error}; name the folder of a model") from error
     of_text = whole.get("text_config") or whole  # a model that sees has another part

@@ -49,7 +49,7 @@ class Entry:
             if self._make_folder():
                 unfinished = self._folder / f"{self._name}.{os.getpid()}"
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                with open(os.open(unfinished, flags, 0o600), "w") as file:
+                with open(os.open(unfinished, flags, 0o600), "w", encoding="ascii") as file:
                     file.write(digest)
                 os.replace(unfinished, self._folder / self._name)
 

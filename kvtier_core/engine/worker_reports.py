@@ -32,7 +32,7 @@ def leave(engine: str, rank: int, report: WorkerReport) -> None:
     folder = runtime_folder()
     _sweep(folder)
     handle, unfinished = tempfile.mkstemp(dir=folder, suffix=_SUFFIX)  # 0600
-    with open(handle, "w") as file:
+    with open(handle, "w", encoding="ascii") as file:
         json.dump(attrs.asdict(report), file)
     os.replace(unfinished, folder / _name(engine, rank))
 

@@ -308,7 +308,7 @@ def _refusal(settings: Mapping[str, Any], model: Path, rank: HiCacheStorageConfi
 
 def _architectures(model: Path) -> list[str]:
     try:
-        return json.loads((model / "config.json").read_text())["architectures"]
+        return json.loads((model / "config.json").read_bytes())["architectures"]
     except (OSError, ValueError, KeyError) as error:
         raise _refused(f"config.json in {model} does not say of which architecture it is: {error!r}") from error
 

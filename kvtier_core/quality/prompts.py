@@ -40,13 +40,13 @@ class Prompt:
 def our_texts() -> list[str]:
     """Prose, documentation and code."""
     folder = resources.files("kvtier_core.quality") / "texts"
-    return [(folder / f"{name}.txt").read_text() for name in ("prose", "documentation", "code")]
+    return [(folder / f"{name}.txt").read_text("utf-8") for name in ("prose", "documentation", "code")]
 
 
 def read_texts(file: Path) -> list[str]:
     """The texts of a JSONL file, each a line with the key ``text``; any other file is one text. Raises BackendError."""
     try:
-        whole = file.read_text()
+        whole = file.read_text("utf-8")
         return [str(json.loads(line)["text"]) for line in whole.splitlines()] if file.suffix == ".jsonl" else [whole]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BackendError(f'{file} holds no prompts: {error!r}; each line of a JSONL file is {{"text": …}}') from error

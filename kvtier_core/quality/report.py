@@ -96,7 +96,7 @@ class Report:
     def read(cls, file: Path) -> Report:
         """The report in a file. Raises ReportRefused."""
         try:
-            content = json.loads(file.read_text())
+            content = json.loads(file.read_bytes())
             told = content.pop("checksum")
             if content.pop("kvtier_quality") != _FORMAT:
                 raise ReportRefused("another version of kvtier wrote it")

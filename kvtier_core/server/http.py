@@ -402,7 +402,7 @@ class HTTP:
         return self._refusal(request) or JSONResponse(schema())
 
     async def _page(self, request: Request) -> Response:
-        return self._refusal(request) or HTMLResponse(_PAGE.read_text())
+        return self._refusal(request) or HTMLResponse(_PAGE.read_text("utf-8"))
 
 
 def _is_loopback(host: str) -> bool:

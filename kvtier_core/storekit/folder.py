@@ -226,7 +226,7 @@ def parents_must_be_safe(path: Path) -> None:
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """The kind of file system that an absolute path is on, as the kernel calls it: ``tmpfs``. Raises OSError."""
     kinds = {}
-    for line in mounts.read_text().splitlines():
+    for line in mounts.read_text("utf-8", "surrogateescape").splitlines():
         mount, _, file_system = line.partition(" - ")
         kinds[mount.split()[4]] = file_system.split()[0]
     return next((kinds[folder] for folder in map(str, (path, *path.parents)) if folder in kinds), "unknown")

@@ -55,7 +55,7 @@ def written_files() -> set[str]:
     held = set()
     for fd, path in _descriptors():
         with contextlib.suppress(OSError):
-            flags = Path(f"/proc/self/fdinfo/{fd}").read_text().split("flags:")[1].split()[0]
+            flags = Path(f"/proc/self/fdinfo/{fd}").read_text("utf-8", "replace").split("flags:")[1].split()[0]
             if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
                 held.add(path)
     held |= {path for _, path in _shared_mappings()}
@@ -107,7 +107,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 def _threads() -> Iterator[tuple[int, str]]:
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(OSError):
-            name = Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+            name = Path(f"/proc/self/task/{thread}/comm").read_text("utf-8", "replace").strip()
             if not name.startswith("iou-wrk-"):  # the kernel's, for an io_uring: it starts and ends them as it likes
                 yield thread, name
 
@@ -115,9 +115,9 @@ def _threads() -> Iterator[tuple[int, str]]:
 def _children() -> Iterator[tuple[int, str]]:
     for thread, _ in _threads():
         with contextlib.suppress(OSError):  # not every kernel has this file
-            for child in map(int, Path(f"/proc/self/task/{thread}/children").read_text().split()):
+            for child in map(int, Path(f"/proc/self/task/{thread}/children").read_text("utf-8", "replace").split()):
                 with contextlib.suppress(OSError):
-                    yield child, f"{child} ({Path(f'/proc/{child}/comm').read_text().strip()})"
+                    yield child, f"{child} ({Path(f'/proc/{child}/comm').read_text('utf-8', 'replace').strip()})"
 
 
 def _shared_mappings() -> Iterator[tuple[tuple, str]]:
@@ -128,7 +128,7 @@ def _shared_mappings() -> Iterator[tuple[tuple, str]]:
 
 def _mappings() -> Iterator[tuple[int, int, list[str], str]]:
     """Begin, end, the words of the line, and the path."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines():
         fields = line.split(maxsplit=5)
         start, end = (int(each, 16) for each in fields[0].split("-"))
         yield start, end, fields, fields[5] if len(fields) > 5 else ""

@@ -21,7 +21,7 @@ def nodes(sys: Path = _SYS) -> dict[int, frozenset[int]]:
 def node_of_gpu(domain: int, bus: int, device: int, sys: Path = _SYS) -> int | None:
     """The node of the GPU with this PCI address; None if it is unknown, or there is only one node."""
     try:
-        node = int((sys / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text())
+        node = int((sys / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node").read_text("ascii"))
     except (OSError, ValueError):
         return None
     known = nodes(sys)
@@ -38,7 +38,7 @@ def node_of_cpus(cpus: Set[int], sys: Path = _SYS) -> int | None:
 def _numbers(file: Path) -> frozenset[int]:
     """Read a list in the kernel's format, ``0-3,8``; empty if that fails."""
     try:
-        spans = [span.partition("-") for span in file.read_text().strip().split(",") if span]
+        spans = [span.partition("-") for span in file.read_text("ascii").strip().split(",") if span]
         return frozenset(n for first, _, last in spans for n in range(int(first), int(last or first) + 1))
     except (OSError, ValueError):
         return frozenset()

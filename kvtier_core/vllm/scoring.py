@@ -67,7 +67,7 @@ class Forced(AdapterLogitsProcessor):
 def main() -> None:
     asked = json.load(sys.stdin)
     into = Path(asked.pop("into"))
-    into.write_text(json.dumps(score(Run(**asked))))
+    into.write_text(json.dumps(score(Run(**asked))), "ascii")
 
 
 def score(run: Run) -> dict[str, Any]:

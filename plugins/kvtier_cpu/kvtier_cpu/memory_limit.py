@@ -32,10 +32,10 @@ def must_be_available(nbytes: int) -> None:
 
 def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
     """Every bound on what this process can allocate. Files of the kernel are read below ``root``."""
-    for line in (root / "proc/meminfo").read_text().splitlines():
+    for line in (root / "proc/meminfo").read_text("ascii").splitlines():
         if line.startswith("MemAvailable:"):
             yield MemoryLimit(int(line.split()[1]) << 10, "this node")
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    for line in (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             yield from _limits_of_groups(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
@@ -63,11 +63,11 @@ def _limits_of_groups(mount: Path, path: str, limit: str, usage: str, reclaimabl
     for name in (group, *group.parents):
         folder = mount / name.relative_to("/")
         try:
-            left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            left = int((folder / limit).read_text("ascii")) - int((folder / usage).read_text("ascii"))
             yield MemoryLimit(left + int(_stat(folder)[reclaimable]), f"control group {name}")
         except (OSError, ValueError):  # no such file, or the word "max": this group sets no bound
             continue
 
 
 def _stat(folder: Path) -> Mapping[str, str]:
-    return dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return dict(line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines())

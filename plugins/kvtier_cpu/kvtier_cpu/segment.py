@@ -169,6 +169,6 @@ def _in_pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
 def _shmem_enabled() -> str:
     """The kernel's choice of huge pages for shared memory: ``always within_size [advise] never deny force``."""
     try:
-        return _SHMEM_ENABLED.read_text().partition("[")[2].partition("]")[0]
+        return _SHMEM_ENABLED.read_text("ascii").partition("[")[2].partition("]")[0]
     except OSError:
         return "never"

@@ -64,7 +64,7 @@ class Roster:
         if self._config.file is None:
             return []
         try:
-            lines = self._config.file.read_text().splitlines()
+            lines = self._config.file.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             troubles.append(f"{self._config.file}: {getattr(error, 'strerror', None) or error}")
             return []
