@@ -22,7 +22,7 @@ UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: api demo test test-more test-slow test-oldest test-hosts programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
+.PHONY: api demo test test-more test-slow test-oldest test-hosts programs test-long campaign chaos fuzz mutants sanitize bench bench-short docs gpu-check dist venv clean
 
 # DEMO has options for it.
 demo: $(VENV)/ready
@@ -112,6 +112,10 @@ sanitize: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
+
+# One small round of everything: shows that all of it runs, and measures nothing.
+bench-short: $(VENV)/ready
+	$(BIN)/python -m benchmarks --short
 
 # The site, in build/site. A warning is an error (unless it is hidden by --quiet), and nothing is fetched.
 docs: $(VENV)/ready $(DOCS_VENV)/ready
