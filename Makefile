@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests read the project's files in any locale. That kvtier does is tests/test_encodings.py's.
 export PYTHONUTF8 := 1
 
-.PHONY: api demo test test-dist test-more test-slow test-oldest test-hosts programs test-long campaign chaos fuzz mutants sanitize bench docs gpu-check dist venv clean
+.PHONY: api demo test test-dist test-more test-slow test-oldest test-hosts programs test-long campaign chaos fuzz mutants sanitize bench bench-short docs gpu-check dist venv clean
 
 # DEMO has options for it.
 demo: $(VENV)/ready
@@ -116,6 +116,10 @@ sanitize: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
+
+# One small round of everything: shows that all of it runs, and measures nothing.
+bench-short: $(VENV)/ready
+	$(BIN)/python -m benchmarks --short
 
 # The site, in build/site. A warning is an error (unless it is hidden by --quiet), and nothing is fetched.
 docs: $(VENV)/ready $(DOCS_VENV)/ready

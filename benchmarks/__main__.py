@@ -1,81 +1,85 @@
-"""python -m benchmarks [SECTION ...] [--write]
-
-Sections: copies seals codecs disk redis mooncake peers fleet s3 hosts lookup served lmcache entries ttft hybrids
-    noreuse misses
-"""
+"""python -m benchmarks [SECTION ...] [--write | --short]"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import (
-    codecs,
-    copies,
-    disk,
-    entries,
-    fleet,
-    hosts,
-    hybrids,
-    lmcache_server,
-    lookup,
-    misses,
-    mooncake_tier,
-    noreuse,
-    peers,
-    redis_tier,
-    s3_tier,
-    seals,
-    served,
-    ttft,
-)
 from benchmarks.conditions import conditions, heading
-from benchmarks.measure import progress
+from benchmarks.measure import SHORT_FORM, Table, progress
 
-#: Those that move bytes come before those that start engines.
+#: The module of each. Those that move bytes come before those that start engines.
 SECTIONS = {
-    "copies": copies,
-    "seals": seals,
-    "codecs": codecs,
-    "disk": disk,
-    "redis": redis_tier,
-    "mooncake": mooncake_tier,
-    "peers": peers,
-    "fleet": fleet,
-    "s3": s3_tier,
-    "hosts": hosts,
-    "lookup": lookup,
-    "served": served,
-    "lmcache": lmcache_server,
-    "entries": entries,
-    "ttft": ttft,
-    "hybrids": hybrids,
-    "noreuse": noreuse,
-    "misses": misses,
+    "copies": "benchmarks.copies",
+    "seals": "benchmarks.seals",
+    "codecs": "benchmarks.codecs",
+    "disk": "benchmarks.disk",
+    "redis": "benchmarks.redis_tier",
+    "mooncake": "benchmarks.mooncake_tier",
+    "peers": "benchmarks.peers",
+    "fleet": "benchmarks.fleet",
+    "s3": "benchmarks.s3_tier",
+    "hosts": "benchmarks.hosts",
+    "lookup": "benchmarks.lookup",
+    "served": "benchmarks.served",
+    "lmcache": "benchmarks.lmcache_server",
+    "entries": "benchmarks.entries",
+    "ttft": "benchmarks.ttft",
+    "hybrids": "benchmarks.hybrids",
+    "noreuse": "benchmarks.noreuse",
+    "misses": "benchmarks.misses",
 }
 RESULTS = Path(__file__).with_name("RESULTS.md")
+INTERRUPTED = 130  #: the exit status of a program that SIGINT ended
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, sections: Mapping[str, str] = SECTIONS) -> int:
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What kvtier costs, as ratios.")
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(sections)}; default: all")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to measure; default: here")
-    parser.add_argument("--write", action="store_true", help=f"also write benchmarks/{RESULTS.name}")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.sections) - set(SECTIONS):
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--write", action="store_true", help=f"also write benchmarks/{RESULTS.name}")
+    form.add_argument("--short", action="store_true", help="one small round of everything, which measures nothing")
+    given = parser.parse_args(arguments)
+    if unknown := set(given.sections) - set(sections):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
+    if given.short:
+        os.environ[SHORT_FORM] = "1"  # sections read it when they are imported
+        print("The short form: it shows that the benchmarks run. Its figures mean nothing.\n", flush=True)
     began = conditions()
-    printed = []
-    for name in SECTIONS:
-        if not arguments.sections or name in arguments.sections:
-            for table in SECTIONS[name].tables(arguments.folder):
-                printed.append(str(table))
-    report = "\n\n".join(printed)
-    print(report)
-    if arguments.write:
-        RESULTS.write_text(f"{heading('Results', 'python -m benchmarks', began)}\n\n{report}\n")
+    printed, failed = [], []
+    chosen = [name for name in sections if not given.sections or name in given.sections]
+    for number, name in enumerate(chosen):
+        try:
+            for table in importlib.import_module(sections[name]).tables(given.folder):
+                printed.append(_show(table))
+        except Exception:  # noqa: BLE001 - the other sections can still be run
+            traceback.print_exc()
+            progress(f"{name}: failed")
+            failed.append(name)
+        except KeyboardInterrupt:
+            left = ", ".join(chosen[number + 1 :]) or "none"
+            progress(f"interrupted: {name} has not ended; sections that were not run: {left}")
+            return INTERRUPTED
+    if failed:
+        progress(f"failed: {', '.join(failed)}")
+    elif given.write:
+        RESULTS.write_text("\n\n".join([heading("Results", "python -m benchmarks", began), *printed]) + "\n")
         progress(f"wrote {RESULTS}")
+    return bool(failed)
+
+
+def _show(table: Table) -> str:
+    text = str(table)
+    print(f"{text}\n", flush=True)
+    return text
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,14 +13,14 @@ import attrs
 from benchmarks import packing, ttft
 from benchmarks.bare import must
 from benchmarks.engines import BLOCK, Recipe, engines, kvtier, none
-from benchmarks.measure import GIB, Spread, Table, Times, progress, scratch, turned
+from benchmarks.measure import GIB, Spread, Table, Times, progress, scratch, sized, turned
 from benchmarks.models import TRAINED, ModelUnavailable
 from benchmarks.packing import CHUNK, CHUNKS, CODECS, COPY, CPU_PAGE, GPU_PAGE, KV, NBYTES, RAW, TEXTS, Codec
 from benchmarks.stores import redis
 from kvtier_core.testing.network import Proxy
 from kvtier_core.types import Nbytes
 
-PROMPTS = 6
+PROMPTS = sized(6, 1)
 AT_ONCE = 3  #: codecs
 RATE = 125e6  #: bytes a second: 1 Gbit/s
 CONTROL = "no connector"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attrs
 
-from benchmarks.measure import GIB, Case, Table, interleaved, progress
+from benchmarks.measure import GIB, Case, Table, interleaved, progress, sized
 from kvtier_core import native
 from kvtier_core.frames.format import seal, verify
 from kvtier_core.interfaces import Mover, OpenContext, PagedKVCache, PageRun
@@ -20,10 +20,9 @@ from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_cpu.config import CpuConfig
 
-ROUNDS = 15
-REPEATS = 5
+ROUNDS, REPEATS = sized((15, 5), (1, 1))
 LAYERS = 32
-CHUNKS = 16  # each copy takes the next place, and so do the pages it copies: nothing is in a cache by chance
+CHUNKS = sized(16, 2)  # each copy takes the next place, and so do the pages it copies: nothing is in a cache by chance
 KEY = ChunkKey(bytes(32))
 MEMCPY = "memcpy, plain memory to plain memory"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 
 from benchmarks.bare import RawFiles, RawPlaces, RingFiles, must
-from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
+from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch, sized
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
 from kvtier_core.interfaces import Backend, OpenContext
@@ -28,10 +28,11 @@ from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespa
 from kvtier_disk.config import DiskConfig
 from kvtier_gds.config import GdsConfig
 
-ROUNDS = 7
+ROUNDS = sized(7, 1)
 WIDTHS = (1, 2, 4)  # threads of a tier
 THREADS = 4  # as it has by default
-TOTAL = 256 << 20
+TOTAL = sized(256 << 20, 8 << 20)
+FRAMES = sized((32 << 20, 1 << 20), (4 << 20, 1 << 20))
 GROUP = 4 << 20  # bytes a call, as a tier groups them
 RAW = "raw files"
 PLACES = "one preallocated raw file"
@@ -46,7 +47,7 @@ Call = Callable[[Sequence[ChunkKey], Sequence[memoryview]], object]
 
 
 def tables(folder: Path) -> Iterator[Table]:
-    for frame_nbytes in (32 << 20, 1 << 20):
+    for frame_nbytes in FRAMES:
         progress(f"disk: frames of {Nbytes(frame_nbytes)}, {ROUNDS} rounds of {Nbytes(TOTAL)} each way")
         with scratch(folder) as place, contextlib.closing(_Bench(place, frame_nbytes)) as bench:
             yield _against_files(bench, frame_nbytes)

@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.measure import Table, progress
+from benchmarks.measure import Table, progress, sized
 from kvtier_core.interfaces import EvictionConfig
 from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
-ENTRIES = 1_000_000
+ENTRIES = sized(1_000_000, 10_000)
 PROMPT = 100  # chunks
 TURNOVER = 6  # times as many chunks come, so that there are as many ghosts as there ever will be
 CASES = {"lru": LruConfig(), "gittins": GittinsConfig()}

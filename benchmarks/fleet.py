@@ -17,7 +17,7 @@ from pathlib import Path
 
 import attrs
 
-from benchmarks.measure import Case, Table, interleaved, progress, scratch
+from benchmarks.measure import Case, Table, interleaved, progress, scratch, sized
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.simulate import stacks
 from kvtier_core.simulate.dry_run import Clock, open_dry_run
@@ -29,11 +29,11 @@ from kvtier_peers.digest import FINGERPRINT_NBYTES, Changes, Copy, Digest, Memor
 from kvtier_peers.link import Following, Link
 from kvtier_peers.listener import pace
 
-NODES = (10, 100, 1000)
+NODES = sized((10, 100, 1000), (10,))
 SHOWN = 4096  # chunks of a node: 64 GiB in chunks of 16 MiB, 128 tokens of an 8B model
 KEYS = 128
-ROUNDS = 21
-ABSENT = 1 << 17  # keys that nobody has
+ROUNDS = sized(21, 1)
+ABSENT = sized(1 << 17, 1 << 10)  # keys that nobody has
 
 #: The made-up trace: sessions whose prompts grow by two chunks a turn, behind one of twenty system prompts.
 SLOTS, SYSTEM, TURNS, PROMPTS, SESSIONS = 96, 4, 12, 24, 4

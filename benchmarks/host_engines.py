@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from benchmarks.engines import BLOCK, Recipe, kvtier, none, prefix_cache
-from benchmarks.measure import Table
+from benchmarks.measure import Table, sized
 from benchmarks.models import TRAINED
 from benchmarks.ttft import CONTROL, Tiers, Workload, disk, measure
 
@@ -19,6 +19,7 @@ _ROOT = Path(__file__).parents[1]
 _OURS = json.loads((_ROOT / "examples/hosts/vllm.json").read_text())
 #: Bytes of memory above a store. It has room for two prompts, of which the second pass finds none.
 _MEMORY = 176 << 20
+_PROMPTS, _WARMING = sized((6, 1), (1, 0))
 #: GiB of an LMCache server. It evicts from time to time, and needs room meanwhile; the second pass finds nothing.
 _LMCACHE_MEMORY = 0.5
 
@@ -27,7 +28,7 @@ def table(place: Path) -> Table:
     """A prompt that was seen before, and is in a store below vLLM's memory."""
     sys.path.append(str(_ROOT / "tests/vllm"))  # for `on_the_cpu`, also in the engines' processes
     title = "Time to first token in vLLM's own offloading, trained model"
-    timed = measure(Workload(title, TRAINED, prompts=6, warming=1, recipes=_recipes), place)
+    timed = measure(Workload(title, TRAINED, prompts=_PROMPTS, warming=_WARMING, recipes=_recipes), place)
     copies = "The copies of a worker with a GPU are not vLLM's here: they are made at once, in memory."
     return attrs.evolve(timed, says=f"{timed.says} {copies}")
 
@@ -37,7 +38,7 @@ def lmcache_table(place: Path) -> Table:
     title = "Time to first token with LMCache's server, trained model"
     with contextlib.ExitStack() as closing:
         recipes = functools.partial(_lmcache_recipes, closing)
-        timed = measure(Workload(title, TRAINED, prompts=6, warming=1, recipes=recipes), place)
+        timed = measure(Workload(title, TRAINED, prompts=_PROMPTS, warming=_WARMING, recipes=recipes), place)
     return attrs.evolve(timed, says=f"{timed.says} Each engine with LMCache's connector has a server of its own.")
 
 

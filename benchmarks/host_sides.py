@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import GIB, Case, Table, interleaved
+from benchmarks.measure import GIB, Case, Table, interleaved, sized
 from kvtier_core.types import Nbytes
 
-ROUNDS = 9
+ROUNDS = sized(9, 1)
 PAGE = 1 << 20
-PAGES = 128
-SLOTS = 32  # of kvtier's arena: a page that is loaded was read from the store
+PAGES = sized(128, 8)
+SLOTS = sized(32, 4)  # of kvtier's arena: a page that is loaded was read from the store
 KVTIER = "kvtier"
 LOOK = f"which of {PAGES} are there"
 #: Rows of a table, and the methods of a side that are measured, and called before.

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.engines import BLOCK, Recipe, kvtier, none, prefix_cache
-from benchmarks.measure import Table, scratch
+from benchmarks.measure import Table, scratch, sized
 from benchmarks.models import HYBRID
 from benchmarks.ttft import CONTROL, Tiers, Workload, measure
 from kvtier_core.engine.scheduler.boundaries import Boundaries
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
 
 TOKENS = 32 << 10  #: of the prompt of which bytes are counted
+PROMPTS, WARMING = sized((12, 3), (1, 0))
 
 
 def _group(kind: KVKind, layers: int, block_nbytes: int, block_tokens: int, reach: int = 0) -> KVGroup:
@@ -60,7 +61,7 @@ _MODELS = {
 def tables(folder: Path) -> Iterator[Table]:
     """Counts the bytes of published models, and measures a small one."""
     yield _bytes()
-    workload = Workload("Time to first token, windows", HYBRID, prompts=12, warming=3, recipes=_recipes)
+    workload = Workload("Time to first token, windows", HYBRID, PROMPTS, WARMING, _recipes)
     with scratch(folder) as place:
         yield measure(workload, place)
 

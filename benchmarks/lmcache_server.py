@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 from benchmarks import served
 from benchmarks.bare import must
 from benchmarks.lookup import CHUNK_TOKENS, CHUNKS, NAMESPACE
-from benchmarks.measure import Table, Times, progress, scratch, turned
+from benchmarks.measure import Table, Times, progress, scratch, sized, turned
 from benchmarks.served import SMALL, Asked, PathOf, ask_together
 from benchmarks.stores import Served, cpu_seconds, kvtier_server
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.types import ChunkKey
 
-ROUNDS, REPEATS = 15, 5
-PROMPTS = 64  # that both servers hold
+ROUNDS, REPEATS = sized((15, 5), (1, 1))
+PROMPTS = sized(64, 2)  # that both servers hold
 #: Clients at once, the seconds for which they ask, and how often.
-CLIENTS, SECONDS, TURNS = (1, 2, 4), 3.0, 3
+CLIENTS, SECONDS, TURNS = sized(((1, 2, 4), 3.0, 3), ((1, 2), 0.2, 1))
 PYTHON = Path(__file__).parents[1] / "build/lmcache-venv/bin/python"
 TITLE = "A lookup, beside LMCache's server"
 MAKING = (

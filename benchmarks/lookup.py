@@ -13,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from benchmarks.measure import Case, Spread, Table, interleaved, progress, scratch
+from benchmarks.measure import Case, Spread, Table, interleaved, progress, scratch, sized
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.config.compose import Runtime, open_stack
 from kvtier_core.config.load import load_config
@@ -29,14 +29,14 @@ from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.io_pool import Then, Work
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
 
-ROUNDS = 21
+ROUNDS = sized(21, 1)
 CHUNK_TOKENS = 256
 CHUNKS = 128
 NAMESPACE = Namespace.of({"benchmark": "lookup"})
 LAYOUT = make_layout((60 << 10,), 1)  # small: bytes are not the matter here
 HELD = 1024  # chunks that the arena holds when it is full
-LONG, BLOCK = 8192, 16
-WAITING, AWAITED = 1000, 400  # requests that wait, and chunks of each
+LONG, BLOCK = sized(8192, 256), 16
+WAITING, AWAITED = sized((1000, 400), (20, 20))  # requests that wait, and chunks of each
 HASH = "one blake2b over the packed tokens"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 
 from benchmarks.engines import BLOCK, Recipe, engines, idle, kvtier, none, prompt
-from benchmarks.measure import Spread, Table, progress, scratch, turned
+from benchmarks.measure import Spread, Table, progress, scratch, sized, turned
 from benchmarks.models import RANDOM, TRAINED, Model, ModelUnavailable
 from benchmarks.stores import RedisPlaces, redis
 
@@ -31,15 +31,13 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("Time to first token without a hit", RANDOM, lengths=(40, 700, 1500), starts=5, rounds=15, warming=3),
-    Workload(
-        "Time to first token without a hit, trained model", TRAINED, lengths=(40, 700), starts=3, rounds=4, warming=1
-    ),
+    Workload("Time to first token without a hit", RANDOM, (40, 700, 1500), *sized((5, 15, 3), (1, 1, 0))),
+    Workload("Time to first token without a hit, trained model", TRAINED, (40, 700), *sized((3, 4, 1), (1, 1, 0))),
 )
 
 HUNG_TOKENS = 700
-TRIALS = 3  # each with engines of its own
-SECONDS = 13.0  # for which the store hangs: its calls time out after 5, and hang after 10
+TRIALS = sized(3, 1)  # each with engines of its own
+SECONDS = sized(13.0, 0.0)  # for which the store hangs: its calls time out after 5, and hang after 10
 PAUSE = 0.3  # from a prompt to the next, from the tenth on
 
 
@@ -141,7 +139,7 @@ def _hung(place: Path, server: RedisPlaces) -> Table:
                 started[-1].ask([asked], OUTPUT)
             with server.stopped():
                 began, number = time.monotonic(), 0
-                while time.monotonic() - began < SECONDS:
+                while number < 4 or time.monotonic() - began < SECONDS:
                     asked = known[number % (len(known) - 1)]
                     control, *others = (engine.ask([asked], OUTPUT, settle=False).first for engine in started)
                     for engine, seconds in zip(started[1:], others, strict=True):

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bare import must
-from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch
+from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch, sized
 from benchmarks.stores import mooncake
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_mooncake.config import MooncakeConfig
 
-ROUNDS = 11
+ROUNDS = sized(11, 1)
 FRAME = 4 << 20
-FRAMES = 16
+FRAMES = sized(16, 2)
 KEYS = 128
-LENT = 2 << 30  # deleted frames keep their memory for a while
+LENT = sized(2 << 30, 256 << 20)  # deleted frames keep their memory for a while
 BARE = "Mooncake's client"
 TIER = "kvtier_mooncake"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import attrs
 
 from benchmarks.engines import BLOCK, Answer, Engine, Recipe, engines, kvtier, none, prompt
-from benchmarks.measure import Spread, Table, progress, scratch, turned
+from benchmarks.measure import Spread, Table, progress, scratch, sized, turned
 from benchmarks.models import RANDOM, TRAINED, Model, ModelUnavailable
 
-TOKENS = 1000
+TOKENS = sized(1000, 300)
 OUTPUT = 16
 CONTROL = "no connector"
 HEADER = ("", "tokens/s", "time, of control", "settling ms")
@@ -31,8 +31,8 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("No reuse", RANDOM, rounds=11, prompts=8, memory="64MiB", disk="128MiB"),
-    Workload("No reuse, trained model", TRAINED, rounds=7, prompts=4, memory="320MiB", disk="640MiB"),
+    Workload("No reuse", RANDOM, *sized((11, 8), (1, 2)), memory="64MiB", disk="128MiB"),
+    Workload("No reuse, trained model", TRAINED, *sized((7, 4), (1, 2)), memory="320MiB", disk="640MiB"),
 )
 
 

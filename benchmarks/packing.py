@@ -15,7 +15,7 @@ import attrs
 
 from benchmarks.bare import must
 from benchmarks.engines import BLOCK
-from benchmarks.measure import Case, Table, Times, interleaved, progress
+from benchmarks.measure import Case, Table, Times, interleaved, progress, sized
 from kvtier_core import native
 from kvtier_core.builtin.packed import PackedConfig
 from kvtier_core.builtin.zstd import ZstdConfig
@@ -29,8 +29,7 @@ from kvtier_core.transfer.page_lists import Layer
 from kvtier_core.types import Nbytes
 from kvtier_lossy.config import CachegenConfig, Fp8Config, Int8Config, KiviConfig
 
-ROUNDS = 11
-REPEATS = 3
+ROUNDS, REPEATS = sized((11, 3), (1, 1))
 COPY = "memcpy"
 ROOT = Path(__file__).parents[1]
 #: Texts of which the model computes the KV.
@@ -41,7 +40,7 @@ TEXTS = {
 }
 LAYERS, HEADS, CHANNELS = 30, 3, 64  #: of the model
 TOKEN_NBYTES = 2 * HEADS * CHANNELS * 2  #: of a layer
-CHUNK, CHUNKS = BLOCK, 12  #: tokens of a chunk, chunks of a text
+CHUNK, CHUNKS = BLOCK, sized(12, 3)  #: tokens of a chunk, chunks of a text
 NBYTES = LAYERS * CHUNK * TOKEN_NBYTES  #: of a payload
 CPU_PAGE, GPU_PAGE = BLOCK, 16  #: tokens of a page, as vLLM has them by default
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks.measure import GIB, Case, Table, interleaved, progress, scratch
+from benchmarks.measure import GIB, Case, Table, interleaved, progress, scratch, sized
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
 from kvtier_core.frames.shown_store import ShownStore
@@ -27,8 +27,8 @@ from kvtier_disk.config import DiskConfig
 from kvtier_peers.backend import PeersBackend
 from kvtier_peers.config import PeersConfig
 
-ROUNDS = 21
-MOVED = 128 << 20  # bytes of a round
+ROUNDS = sized(21, 1)
+MOVED = sized(128 << 20, 32 << 20)  # bytes of a round
 FRAMES = (1 << 20, 32 << 20)
 KEYS = 128
 BARE = "bare socket"
@@ -37,7 +37,7 @@ BYTE = "one byte there and back"
 CONTAINS = f"kvtier_peers, `contains` of {KEYS} keys"
 DISK = "kvtier_disk, of this node"
 THREADS = 4
-ON_DISK = 512 << 20  # bytes of a round
+ON_DISK = sized(512 << 20, 32 << 20)  # bytes of a round
 LAYOUT = make_layout((2 << 20,), blocks=8)
 
 

@@ -18,13 +18,15 @@ from botocore.config import Config
 from obstore.store import S3Store
 
 from benchmarks.bare import must
-from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress
+from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, sized
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_s3.config import S3Config
 
-ROUNDS = 11
+ROUNDS = sized(11, 1)
+#: Bytes of a frame, and frames.
+FRAMES = sized(((32 << 20, 2), (1 << 20, 32)), ((16 << 20, 1), (1 << 20, 2)))
 KEYS = 128
 PART = 8 << 20
 BUCKET = "benchmark"
@@ -39,7 +41,7 @@ def tables(folder: Path) -> Iterator[Table]:
     with pytest.MonkeyPatch.context() as patch, _server() as port:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        for frame_nbytes, count in ((32 << 20, 2), (1 << 20, 32)):
+        for frame_nbytes, count in FRAMES:
             progress(f"s3: {count} frames of {Nbytes(frame_nbytes)}, {ROUNDS} rounds each way")
             with contextlib.closing(_Bench(port, frame_nbytes, count)) as bench:
                 yield _frames(bench, frame_nbytes, count)

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext, Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-from benchmarks.measure import GIB, Case, Table, interleaved, progress
+from benchmarks.measure import GIB, Case, Table, interleaved, progress, sized
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
@@ -21,14 +21,13 @@ from kvtier_core.layouts import ChunkLayout
 from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, Nbytes
 
-ROUNDS = 15
-REPEATS = 5
+ROUNDS, REPEATS = sized((15, 5), (1, 1))
 COPY = "memcpy"
 KEY = ChunkKey(bytes(32))
 NAMESPACE = Namespace.of({"benchmark": "seals"})
 SALT = b"of a tenant"
 #: Payload and places used in turn: the same bytes in each table.
-SHAPES = ((1 << 20, 64), (8 << 20, 8), (32 << 20, 2))
+SHAPES = sized(((1 << 20, 64), (8 << 20, 8), (32 << 20, 2)), ((1 << 20, 2),))
 
 
 def tables(folder: Path) -> Iterator[Table]:

@@ -21,7 +21,7 @@ from benchmarks.bare import must
 from benchmarks.copies import LAYERS, MEMCPY, Shape, address, end, paged, warm
 from benchmarks.engines import BLOCK, Recipe, kvtier, none
 from benchmarks.lookup import CHUNKS, HELD, LAYOUT, NAMESPACE
-from benchmarks.measure import Case, Spread, Table, Times, interleaved, progress, scratch
+from benchmarks.measure import Case, Spread, Table, Times, interleaved, progress, scratch, sized
 from benchmarks.models import RANDOM, TRAINED
 from benchmarks.stores import Served, cpu_seconds, kvtier_server, memory
 from kvtier_core.config.compose import open_stack
@@ -37,17 +37,19 @@ from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Nbytes, Slot
 from kvtier_cpu.config import CpuConfig
 
-ROUNDS = 21
+ROUNDS = sized(21, 1)
 #: Engines at once, and the seconds for which they ask.
-ENGINES, SECONDS = (1, 2, 4, 16), 5.0
+ENGINES, SECONDS = sized(((1, 2, 4, 16), 5.0), ((1, 2), 0.2))
 #: Chunks that the arena of the load generator holds, and those of one prompt.
-MANY = 1 << 20
+MANY = sized(1 << 20, 1 << 12)
 #: Of the chunks that are copied: those of a model with 8 billion parameters, and of one block.
 SHAPE = Shape(64 << 10, 1)
 SMALL = make_layout((64,), 1)  # slots of two pages: nothing is copied
 EMBEDDED, SERVED = "embedded", "through a server"
 CALLS = ("lookup, all READY", "lookup, all absent", "reserve and commit")
 ENGINE_NBYTES = 1 << 30
+#: Model, prompts, tokens of each, and prompts that are not counted.
+ASKED = sized(((RANDOM, 24, ttft.TOKENS, 3), (TRAINED, 6, 1500, 1)), ((RANDOM, 1, 300, 0), (TRAINED, 1, 300, 0)))
 
 
 def tables(folder: Path) -> Iterator[Table]:
@@ -74,10 +76,11 @@ def _beside_embedded(place: Path) -> Table:
             store(stack, ready)
             found = stack.lookup(ready, "waiting")
             cases += [case(f"{call}, {name}", stack, ready, absent) for call in CALLS]
-        asked, answer = encode((ready, "request", None, b"", 0)), encode(found)
+        question: tuple = ready, "request", None, b"", 0, []
+        asked, answer = encode(question), encode(found)
         echo = closing.enter_context(_echo(len(asked), len(answer)))
         cases += [
-            Case("of a lookup: coding", lambda: _code(ready, found, asked, answer)),
+            Case("of a lookup: coding", lambda: _code(question, found, asked, answer)),
             Case("of a lookup: an echo of its bytes by a process that sleeps", echo, echo),
             Case("a call that does nothing", stack.pins_by_holder),
         ]
@@ -133,9 +136,9 @@ def _range(spread: Spread) -> str:
     return f"{spread.median:.0f} ({min(spread.values):.0f} to {max(spread.values):.0f})"
 
 
-def _code(ready: Sequence[ChunkKey], found: object, asked: bytes, answer: bytes) -> None:
+def _code(question: object, found: object, asked: bytes, answer: bytes) -> None:
     """What both processes do to say it."""
-    encode((ready, "request", None, b"", 0))
+    encode(question)
     arguments("lookup", asked)
     encode(found)
     result("lookup", answer)
@@ -247,7 +250,7 @@ class _Moves:
 
 
 def _engines(place: Path) -> Iterator[Table]:
-    for model, prompts, tokens, warming in ((RANDOM, 24, ttft.TOKENS, 3), (TRAINED, 6, 1500, 1)):
+    for model, prompts, tokens, warming in ASKED:
         with scratch(place) as own, kvtier_server(own, ENGINE_NBYTES) as server:
 
             def recipes(place: Path, shared: ttft.Tiers, server: Served = server) -> list[Recipe]:

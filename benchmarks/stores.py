@@ -126,7 +126,7 @@ def kvtier_server(place: Path, nbytes: int) -> Iterator[Served]:
     command: list[str | Path] = [KVTIER, "serve", "--config", file, "--socket", path]
     with subprocess.Popen(command, stdout=-1, stderr=-3, text=True) as server:
         try:
-            must(any(line.startswith("engines write") for line in server.stdout or ()))
+            must(any(line.startswith("ready") for line in server.stdout or ()))
             yield Served(path, server)
         finally:
             server.send_signal(signal.SIGTERM)

@@ -10,14 +10,14 @@ from typing import Any
 import attrs
 
 from benchmarks.engines import BLOCK, Answer, Engine, Recipe, engines, example, kvtier, none, prefix_cache, prompt
-from benchmarks.measure import Spread, Table, progress, scratch, turned
+from benchmarks.measure import Spread, Table, progress, scratch, sized, turned
 from benchmarks.models import RANDOM, TRAINED, Model, ModelUnavailable
 from benchmarks.stores import shared_tiers
 
 #: Settings of tiers on shared stores, by what they are called.
 Tiers = Mapping[str, dict[str, Any]]
 
-TOKENS = 3500
+TOKENS = sized(3500, 300)
 CONTROL = "no connector"
 PACKED = {"packing": "auto"}
 HEADER = ("", "first ms", "of control", "again ms", "of control", "reused", "settling ms")
@@ -26,8 +26,8 @@ HEADER = ("", "first ms", "of control", "again ms", "of control", "reused", "set
 def tables(folder: Path) -> Iterator[Table]:
     """Measures the random model, in many ways, and the trained one, in the most common ones."""
     for workload in (
-        Workload("Time to first token", RANDOM, prompts=12, warming=3, recipes=_all_recipes),
-        Workload("Time to first token, trained model", TRAINED, prompts=6, warming=1, recipes=_recipes),
+        Workload("Time to first token", RANDOM, *sized((12, 3), (1, 0)), _all_recipes),
+        Workload("Time to first token, trained model", TRAINED, *sized((6, 1), (1, 0)), _recipes),
     ):
         with scratch(folder) as place:
             yield measure(workload, place)

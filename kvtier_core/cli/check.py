@@ -63,7 +63,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
     except ConfigError as error:
         output.fail(error)
         return PROBLEMS
-    return PROBLEMS if lacking else FINE
+    if lacking:
+        return PROBLEMS
+    output.warn(f"{options.file}: no problems" + ("" if options.open else "; --open also opens its tiers"))
+    return FINE
 
 
 def _say_facts(facts: dict[str, dict[str, str]], output: Output) -> None:

@@ -34,8 +34,8 @@ def found(named: Path | None) -> list[Path]:
     sockets = sorted(path for path in folder.glob(PATTERN) if path.is_socket())
     if not sockets:
         raise BackendError(
-            f"no engine has a socket in {folder}: is one running, as this user, with the same XDG_RUNTIME_DIR, and is "
-            "it served? Its log says 'kvtier: status at …'; name that with --socket"
+            f"no engine has a socket in {folder}: is one running with kvtier, as this user, with the same "
+            "XDG_RUNTIME_DIR? Its log says 'kvtier: status at …'; name that with --socket"
         )
     return sockets
 

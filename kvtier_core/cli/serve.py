@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     try:
         server = Server(config, path, Quota(options.soft_quota, options.hard_quota))
     except OSError as error:
-        raise BackendError(f"nobody could connect at {path}: {error.strerror}") from error
+        raise BackendError(f"cannot listen on {path}: {error.strerror}") from error
     with contextlib.ExitStack() as closing:
         closing.callback(server.close, _CLOSING)
         for model, quota in quotas:
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
             output.say(f"operators ask http://{_answer_operators(server, options.http, closing)}")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
-        output.say(f"engines write: server: {UNIX}{path}")
+        output.say(f"ready; in an engine's file, write in place of tiers: server: {UNIX}{path}")
         sys.stdout.flush()
         notify("READY=1")
         server.serve()
@@ -118,7 +118,7 @@ def _answer_operators(server: Server, address: str, closing: contextlib.ExitStac
     except ImportError as error:
         raise BackendError(f"--http needs {error.name}: pip install 'kvtier[serve]'") from error
     except (OSError, ContractError) as error:
-        raise BackendError(f"nobody could ask at {address}: {error}") from error
+        raise BackendError(f"cannot listen on {address}: {error}") from error
     closing.callback(http.close)
     return f"{host}:{http.port}"
 

@@ -133,16 +133,17 @@ class Engine:
         asked: int | str,
     ) -> None:
         """Log what was opened: sizes, tiers, versions and identity."""
+        logger.info("kvtier: serves %s; %s", self.version, native.describe())
         if self.replicas > 1 and config.server is None:
             line = "kvtier: data parallel: replica %d of %d; capacities are divided by %d"
             logger.info(line, self.replica, self.replicas, self.replicas)
-        frame_nbytes = Nbytes(context.layout.frame_nbytes)
-        logger.info("kvtier: chunk_tokens: %s -> %d, in frames of %s", asked, config.chunk_tokens, frame_nbytes)
+        chunk_nbytes = Nbytes(sum(part.frame_nbytes for part in context.layout.parts))
+        logger.info("kvtier: chunk_tokens: %s -> %d: a chunk takes %s", asked, config.chunk_tokens, chunk_nbytes)
         for line in (*config.describe(), *stack.describe()):
             logger.info("kvtier: %s", line)
-        logger.info("kvtier: %s; %s", self.version, native.describe())
         digests = context.namespace.digest.hex(), before_start.digest.hex()
-        logger.info("kvtier: identity %s, before the start %s", *digests)
+        line = "kvtier: identity %s: engines with the same one share KV; before the start, kvtier identity shows %s"
+        logger.info(line, *digests)
         for fact in context.namespace.facts:
             logger.debug("kvtier: identity: %s: %s", *fact)
 

@@ -77,7 +77,7 @@ class TierReadings:
         """The totals of chunks and tokens, for the log."""
         for kind in EventKind:
             if self.chunks[kind]:
-                nbytes = f" ({Nbytes(self.nbytes[kind])})" if self.nbytes[kind] else ""
+                nbytes = f" chunks ({Nbytes(self.nbytes[kind])})" if self.nbytes[kind] else ""
                 yield f"{kind.value} {self.chunks[kind]}{nbytes}"
         if self.tokens:
             yield f"hit {self.tokens[EventKind.HIT]} of {self.tokens[EventKind.QUERIED]} tokens"

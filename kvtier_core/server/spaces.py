@@ -105,7 +105,7 @@ class Spaces:
         for memory in self.memories:
             facts = "".join(f", {name}: {fact}" for name, fact in memory.backend.facts().items())
             lines.append(f"{memory.tier.name}: {memory.tier.capacity}{facts}")
-        return lines + [f"{tier.name}: opened for the first engine" for tier in self._config.stores]
+        return lines + [f"{tier.name}: opens when the first engine connects" for tier in self._config.stores]
 
     def __iter__(self) -> Iterator[Space]:
         return iter(self._spaces.values())

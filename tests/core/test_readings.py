@@ -15,7 +15,7 @@ def test_each_tier_is_counted_by_itself():
     assert readings.of("disk").chunks[EventKind.CORRUPT] == 2
     assert readings.of("s3").chunks == {EventKind.BREAKER_OPEN: 1}
     assert readings.of("redis").chunks == {}
-    assert readings.lines() == ["disk: written 2 (8KiB), corrupt 2", "s3: breaker_open 1"]
+    assert readings.lines() == ["disk: written 2 chunks (8KiB), corrupt 2", "s3: breaker_open 1"]
 
 
 def test_chunks_are_one_number_whatever_the_reason_and_a_metric_for_each():
@@ -34,7 +34,7 @@ def test_tokens_are_shown_as_hits_of_those_queried():
     assert readings.lines() == ["disk: hit 32 of 70 tokens"]
     assert readings.of("disk").describe()["tokens"] == {"queried": 70, "hit": 32, "missed": 38}
     readings.add([Event(EventKind.WRITTEN, "disk", (A, B), 8192)])
-    assert readings.lines() == ["disk: written 2 (8KiB), hit 32 of 70 tokens"]
+    assert readings.lines() == ["disk: written 2 chunks (8KiB), hit 32 of 70 tokens"]
     assert readings.of("s3").describe()["tokens"] == {}
 
 

@@ -107,4 +107,4 @@ def server(folder, path, *stores, keep=None, capacity="1MiB"):
     below = "".join(f"  - {json.dumps(store)}\n" for store in stores)
     file.write_text(f"version: 1\ntiers:\n  - {{type: cpu, capacity: {capacity}, huge_pages: off{kept}}}\n{below}")
     kvtier = Path(sys.executable).with_name("kvtier")
-    return process(kvtier, "serve", "--config", file, "--socket", path, ready="engines write")
+    return process(kvtier, "serve", "--config", file, "--socket", path, ready="ready")

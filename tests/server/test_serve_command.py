@@ -77,7 +77,7 @@ def test_systemd_is_notified_when_it_serves_and_when_it_stops(file, tmp_path):
         systemd.settimeout(30)
         environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")}
         command = (KVTIER, "serve", "--config", file, "--socket", tmp_path / "s")
-        with process(*command, ready="engines write", env=environment) as running:
+        with process(*command, ready="ready", env=environment) as running:
             assert systemd.recv(64) == b"READY=1"
             running.send_signal(signal.SIGTERM)
             assert systemd.recv(64) == b"STOPPING=1"

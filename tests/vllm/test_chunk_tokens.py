@@ -10,7 +10,7 @@ from test_serving import NOISE, forget
 #: KV of a token: layers, keys and values, heads, head size, float32.
 TOKEN_NBYTES = 8 * 2 * 2 * 64 * 4
 #: Four blocks of 256 KiB are the first frame of 1 MiB. Of one rank's half of the heads it would take eight.
-FOUND = "kvtier: chunk_tokens: auto -> 128, in frames of 1028KiB"
+FOUND = "kvtier: chunk_tokens: auto -> 128: a chunk takes 1028KiB"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_two_ranks_find_what_one_would(fork_server, deep, stack):
     plain.close()
     cold, warm, _, log = run(fork_server, deep, stack, tensor_parallel_size=2)
     assert FOUND in log
-    assert "kvtier: self-test: every byte came back" in log
+    assert "kvtier: self-test: every byte came back; kvtier is ready" in log
     assert [cached for *_, cached in cold] == [0, 0]
     assert [cached for *_, cached in warm] == [512, 512]
     for answers in (cold, warm):

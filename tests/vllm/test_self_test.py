@@ -126,7 +126,7 @@ def test_the_self_test_is_over_before_the_first_request(engine, said):
         said()
         while served.scheduler.has_requests():
             core.step_fn()
-        assert "kvtier: self-test: every byte came back" in said()
+        assert "kvtier: self-test: every byte came back; kvtier is ready" in said()
 
 
 def test_an_engine_with_another_layout_is_caught_before_traffic(engine, said, monkeypatch, tmp_path):
@@ -137,7 +137,7 @@ def test_an_engine_with_another_layout_is_caught_before_traffic(engine, said, mo
     with engine(stack) as served:
         said()
         truth = served.ask(asked)[0]
-        assert "kvtier: self-test: every byte came back" in said()
+        assert "kvtier: self-test: every byte came back; kvtier is ready" in said()
     page_run = layout._page_run
 
     def one_page_off(cache, blocks):

@@ -33,7 +33,7 @@ def serving(folder, *stores, capacity="64MiB", keep=None, packing="off"):
     file.write_text("version: 1\ntiers:\n" + "".join(f"  - {tier}\n" for tier in tiers))
     with subprocess.Popen([KVTIER, "serve", "--config", file, "--socket", path], stdout=-1, text=True) as server:
         try:
-            assert any(line.startswith("engines write") for line in server.stdout)
+            assert any(line.startswith("ready") for line in server.stdout)
             yield server
         finally:
             server.terminate()

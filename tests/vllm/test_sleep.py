@@ -80,10 +80,10 @@ def test_no_page_is_touched_while_the_engine_sleeps(engine, said):
         worker().unregister_kv_caches()
         said()
         assert served.ask(asked)[0].cached == 0
-        assert "kvtier: self-test: every byte came back" not in said()
+        assert "kvtier: self-test: every byte came back; kvtier is ready" not in said()
         worker().restore_kv_caches()
         served.ask(asked)
-        assert "kvtier: self-test: every byte came back" in said()
+        assert "kvtier: self-test: every byte came back; kvtier is ready" in said()
         worker().unregister_kv_caches()
         slot = served.manager.reserve_self_test_slots("a test")[0]
         worker().side.load(StepPlan(loads=(("a request", Transfer((slot,), (((0, 1),),))),)), idle=False)

@@ -125,7 +125,7 @@ def test_sums_are_logged_while_the_engine_runs(engine, said):
         said()
         served.ask(prompt(73, 530))
         served.settle()
-        assert "kvtier: so far: cpu: stored 8 (2MiB), hit 0 of 530 tokens" in said()
+        assert "kvtier: so far: cpu: stored 8 chunks (2MiB), hit 0 of 530 tokens" in said()
 
 
 @pytest.mark.parametrize("nodes, near", [({0: range(4096), 1: ()}, True), ({0: range(4096)}, False)])

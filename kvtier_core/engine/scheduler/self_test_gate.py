@@ -88,4 +88,4 @@ class SelfTestGate:
             self._stack.release(SELF_TEST)
             self.slots = ()
             if not self.failure:
-                logger.info("kvtier: self-test: every byte came back")
+                logger.info("kvtier: self-test: every byte came back; kvtier is ready")

@@ -92,7 +92,7 @@ class StatusPage:
             )
             return
         self._server = opened.value
-        logger.info("kvtier: status at %s", self._server.path)
+        logger.info("kvtier: status at %s, for kvtier status and kvtier top", self._server.path)
 
     def note(self, request: str, **told: Any) -> None:
         """Remember the hit line of a request, which is being logged."""

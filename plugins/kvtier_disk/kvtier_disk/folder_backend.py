@@ -101,6 +101,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
 
     def facts(self) -> Mapping[str, str]:
         return {
+            "path": str(self._path.absolute()),
             "direct": f"{self._asked['direct']} -> {'on' if self._access.direct else 'off'}",
             "io": f"{self._asked['io']} -> {'io_uring' if self._access.ring else 'calls'}",
         }

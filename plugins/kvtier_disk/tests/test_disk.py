@@ -576,7 +576,7 @@ def test_direct_where_the_filesystem_can(mounted, direct):
 def test_direct_where_the_filesystem_cannot(mounted):
     folder = mounted("ramfs")
     disk = open_disk(folder, direct="auto")
-    assert disk.facts() == {"direct": "auto -> off", "io": "auto -> calls"}
+    assert disk.facts() == {"path": str(folder), "direct": "auto -> off", "io": "auto -> calls"}
     disk.close()
     with pytest.raises(BackendError, match="direct is on, but no page can be written past the page cache"):
         open_disk(folder, direct="on")
@@ -586,7 +586,7 @@ def test_direct_where_the_filesystem_cannot(mounted):
 
 def test_direct_off_is_off(tmp_path):
     disk = open_disk(tmp_path, direct="off")
-    assert disk.facts() == {"direct": "off -> off", "io": "auto -> calls"}
+    assert disk.facts() == {"path": str(tmp_path), "direct": "off -> off", "io": "auto -> calls"}
     disk.close()
 
 
