@@ -34,7 +34,7 @@ from kvtier_core.server.protocol import (
 )
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
-from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
+from kvtier_core.types import ChunkKey, Event, EventKind, FrameRead, Namespace, Slot, StoredFrame, Usage
 
 logger = logging.getLogger("kvtier")
 
@@ -42,6 +42,7 @@ logger = logging.getLogger("kvtier")
 _SPIN = 300e-6
 #: Seconds between two attempts to connect.
 _RETRY = 1.0
+_UNANSWERED = "the server did not answer in time"
 
 
 @attrs.frozen
@@ -331,12 +332,13 @@ class RemoteStack(Stack):
         self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"", parts: Sequence[ChunkKey] = ()
     ) -> dict[ChunkKey, Slot]:
         session = self._asking()
-        if session is None or session.silence >= self._waits.others:
-            return {}
-        slots = self._result("reserve", path, holder, salt, parts)
-        if slots is None:
+        if session is not None and session.silence < self._waits.others:
+            if (slots := self._result("reserve", path, holder, salt, parts)) is not None:
+                return slots
             self._tell("release", holder)  # calls are processed in order, so that nothing is left reserved
-        return slots or {}
+        if self._opened is not None:
+            self._events.append(Event(EventKind.REJECTED, next(iter(self.media)), tuple(path), why=_UNANSWERED))
+        return {}
 
     def commit(
         self,
