@@ -161,6 +161,8 @@ class SchedulerSide:
             state.late_from, state.asks_again = self.manager.ask_again(keys), self._clock() + pause
         found = self._loads.find(state, keys, self._waiting.limit(state))
         state.shared, state.declined = first + found.chain, found.declined
+        if not self._self_test.is_open and not self._self_test.slots:
+            self._loads.release(state)  # its slots may be those that the self-test lacks
         awaited = self._with_late(state, found)
         waits = awaited.pending or (found.slots and not self._self_test.is_open)
         if waits and self._waiting.allows(state, awaited):
@@ -450,7 +452,7 @@ class SchedulerSide:
         """What was found, and as on its way what another engine has just computed for the request and no tier has."""
         here = state.computed // self.chunk_tokens + found.chunks + found.pending
         late = self._requests.chunks(min(state.view.computed_elsewhere, self._loadable(state.view.tokens))) - here
-        if late <= 0 or found.declined or not state.late_from or state.view.preemptions:
+        if late <= 0 or found.declined or found.unfitting or not state.late_from or state.view.preemptions:
             return found
         state.late = not found.pending
         return attrs.evolve(found, pending=found.pending + late, awaited=found.awaited or state.late_from)
