@@ -24,6 +24,7 @@ from kvtier_core.engine.scheduler.requests import Requests, RequestState
 from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
 from kvtier_core.engine.scheduler.store_jobs import StoreJobs
 from kvtier_core.engine.scheduler.waiting import Waiting
+from kvtier_core.engine.starvation import Starvation
 from kvtier_core.engine.status.page import StatusPage
 from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step, StepResult
 from kvtier_core.interfaces import TokenDatabase
@@ -89,6 +90,7 @@ class SchedulerSide:
         self._handovers = Handovers(manager, layout, clock, lent=config.server is not None)
         self._waiting = Waiting(config, clock)
         self.status = StatusPage(self.events.readings, manager.usage, self._where, clock)
+        self._starvation = Starvation("scheduler", clock)
         self._stepped = False  # has the stack been stepped since the last plan?
         # Blocks allocated since the last plan that a forward or another connector's load will write. Not those that
         # kvtier loads: the mover's load itself waits for the stores that still read them.
@@ -219,6 +221,7 @@ class SchedulerSide:
         else:
             self.events.record(self.manager.step())
         self._handovers.step()
+        self._starvation.look()
         self.events.watch(self.manager.usage, now=step.computes_nothing)
         self.status.step()
         self._stepped = False
