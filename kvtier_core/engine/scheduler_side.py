@@ -24,6 +24,7 @@ from kvtier_core.engine.scheduler.requests import Requests, RequestState
 from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
 from kvtier_core.engine.scheduler.store_jobs import StoreJobs
 from kvtier_core.engine.scheduler.waiting import Waiting
+from kvtier_core.engine.starvation import Starvation
 from kvtier_core.engine.status.page import StatusPage
 from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step, StepResult
 from kvtier_core.interfaces import TokenDatabase
@@ -89,6 +90,7 @@ class SchedulerSide:
         self._handovers = Handovers(manager, layout, clock, lent=config.server is not None)
         self._waiting = Waiting(config, clock)
         self.status = StatusPage(self.events.readings, manager.usage, self._where, clock)
+        self._starvation = Starvation("scheduler", clock)
         self._stepped = False  # has the stack been stepped since the last plan?
         # Blocks allocated since the last plan that a forward or another connector's load will write. Not those that
         # kvtier loads: the mover's load itself waits for the stores that still read them.
@@ -161,6 +163,8 @@ class SchedulerSide:
             state.late_from, state.asks_again = self.manager.ask_again(keys), self._clock() + pause
         found = self._loads.find(state, keys, self._waiting.limit(state))
         state.shared, state.declined = first + found.chain, found.declined
+        if not self._self_test.is_open and not self._self_test.slots:
+            self._loads.release(state)  # its slots may be those that the self-test lacks
         awaited = self._with_late(state, found)
         waits = awaited.pending or (found.slots and not self._self_test.is_open)
         if waits and self._waiting.allows(state, awaited):
@@ -217,6 +221,7 @@ class SchedulerSide:
         else:
             self.events.record(self.manager.step())
         self._handovers.step()
+        self._starvation.look()
         self.events.watch(self.manager.usage, now=step.computes_nothing)
         self.status.step()
         self._stepped = False
@@ -450,7 +455,7 @@ class SchedulerSide:
         """What was found, and as on its way what another engine has just computed for the request and no tier has."""
         here = state.computed // self.chunk_tokens + found.chunks + found.pending
         late = self._requests.chunks(min(state.view.computed_elsewhere, self._loadable(state.view.tokens))) - here
-        if late <= 0 or found.declined or not state.late_from or state.view.preemptions:
+        if late <= 0 or found.declined or found.unfitting or not state.late_from or state.view.preemptions:
             return found
         state.late = not found.pending
         return attrs.evolve(found, pending=found.pending + late, awaited=found.awaited or state.late_from)

@@ -16,6 +16,7 @@ from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
 from kvtier_core.engine.log_limit import LogLimit
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.self_test import LayerCaches, try_copies
+from kvtier_core.engine.starvation import Starvation
 from kvtier_core.interfaces import DirectReader, Mover, PagedKVCache, PageList
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.transfer.io_pool import run
@@ -117,6 +118,7 @@ class WorkerSide:
         self._epoch = 0  # of the last plan
         self._stale = False  # has it ended, because the weights have changed?
         self._log = LogLimit(time.monotonic)
+        self._starvation = Starvation(f"rank {rank}")
 
     def suspend(self) -> None:
         """Wait for the copies under way, and touch no page until `resume`."""
@@ -322,6 +324,7 @@ class WorkerSide:
     def _collect(self) -> None:
         """Process the jobs that the movers have finished."""
         self._log.flush()
+        self._starvation.look()
         for mover in self._movers:
             for number, ok, checksums, filled in mover.finished() if mover is not None else ():
                 job = self._jobs.pop(number)

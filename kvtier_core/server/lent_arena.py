@@ -36,6 +36,11 @@ class LentArena(Arena):
         """Number of slots that the arena has, or would get if it asked."""
         return self._slots + self._share.unused
 
+    def slots_for(self, chunks: int) -> int:
+        """Borrow what it lacks: nobody knows before which of the unused slots it gets."""
+        self._borrow(chunks - self._slots)
+        return min(chunks, self._slots)
+
     def make_room(self, slots: int, spared: Sequence[Container[ChunkKey]] = ()) -> list[ChunkKey]:
         """Borrow, then evict from those beyond their quotas, then from all."""
         self._borrow(slots - self.free)

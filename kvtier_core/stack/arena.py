@@ -39,6 +39,10 @@ class Arena:
         """Number of slots."""
         return self.memory.slots
 
+    def slots_for(self, chunks: int) -> int:
+        """How many of these chunks can have a slot at once, if nothing else has one."""
+        return min(chunks, self.capacity)
+
     @property
     def free(self) -> int:
         """Number of free slots."""
@@ -54,10 +58,19 @@ class Arena:
         """Number of slots that are free or hold an unpinned chunk."""
         return self.capacity - len(self._reserved) - len(self._pinned)
 
+    def is_unpinned(self, key: ChunkKey) -> bool:
+        """Is the chunk READY here, in a slot that counts as available?"""
+        return self.has(key) and self.index.resident.place(key) not in self._pinned
+
     @property
     def pins(self) -> int:
         """Number of pins of all holders."""
         return self._pinned.total()
+
+    @property
+    def holders(self) -> Collection[str]:
+        """Everybody who has pinned a slot."""
+        return self._pins.keys()
 
     def pins_by_holder(self) -> Counter[str]:
         """Number of pins of each holder."""

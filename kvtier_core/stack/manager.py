@@ -83,6 +83,7 @@ class StorageManager(Stack):
             make_room=self._make_room,
             arrived=self._promoted,
             dropped=lambda keys: self._leases.wake(keys),
+            all_wait=lambda: self._leases.all_wait(),
         )
         self._reservations = Reservations()
         self._leases = Leases(self._arenas, self._tiers, unawaited=self._promotions.forget)

@@ -55,6 +55,7 @@ class Lookup:
     awaited: str = ""  #: the tier that the first pending chunk comes from, or that was asked for it
     silence: float = 0.0  #: seconds for which that tier's store has owed an answer or delivered nothing
     declined: Declined | None = None  #: further chunks that are not worth loading
+    unfitting: int = 0  #: further chunks that do not fit in the hottest arena beside these, even if no one else uses it
     miss_reason: str = ""  #: why the next chunk is not found; empty if the whole path is
 
 

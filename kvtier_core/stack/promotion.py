@@ -50,15 +50,22 @@ class Promotions:
         make_room: MakeRoom,
         arrived: Arrived,
         dropped: Callable[[Sequence[ChunkKey]], None],
+        all_wait: Callable[[], bool],
     ):
-        """``dropped`` is called with chunks that were requested, or asked for, and will not come."""
+        """``dropped`` is called with chunks that were requested, or asked for, and will not come.
+
+        ``all_wait()``: does everybody who has pinned a slot wait for a chunk?
+        """
         self.rejected: set[ChunkKey] = set()  #: requests of the last step that found no room
+        #: Those that will find none before a request that has slots goes on without the rest.
+        self.deadlocked: set[ChunkKey] = set()
         #: Declined chunks that are read anyway, to measure their store again. No request waits for them.
         self.probes: set[ChunkKey] = set()
         self._hot = hot
         self._make_room = make_room
         self._arrived = arrived
         self._dropped = dropped
+        self._all_wait = all_wait
         self._queues: dict[StoreTier, OrderedDict[ChunkKey, _Request]] = {tier: OrderedDict() for tier in tiers}
         self._unawaited: set[ChunkKey] = set()
         self._reading: dict[ChunkKey, _Request] = {}
@@ -122,6 +129,8 @@ class Promotions:
         """Begin to read requested chunks, as room and each tier's limit in flight permit."""
         self.rejected.clear()
         self._take_answers(taken)
+        if any(self._queues.values()):
+            self.deadlocked.clear()
         for tier, queue in self._queues.items():
             if queue:
                 self._start(tier, queue, taken)
@@ -130,9 +139,10 @@ class Promotions:
         self._unawaited.clear()
         self.probes.intersection_update(self._reading)
 
-    def forget(self, keys: Iterable[ChunkKey]) -> None:
+    def forget(self, keys: Collection[ChunkKey]) -> None:
         """No request awaits these chunks any more: drop them unless the next step begins to read them."""
         self._unawaited.update(keys)
+        self.deadlocked.difference_update(keys)
 
     def forget_requests(self) -> None:
         """Drop the requests whose reads have not begun."""
@@ -168,7 +178,10 @@ class Promotions:
         )
         self._reading.update((key, attrs.evolve(requests[key], tier=tier.name)) for key in begun)
         self._hot.abort(_without(fitting, set(begun)))
-        self.rejected.update(list(requests)[len(fitting) :])
+        lacking = list(requests)[len(fitting) :]
+        self.rejected.update(lacking)
+        if lacking and not self._hot.reserved and self._all_wait():
+            self.deadlocked.update(lacking)
         self._dropped([*dropped, *_without(requests, set(begun))])
 
     def _ask(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:

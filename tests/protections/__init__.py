@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from protections import commands, engine, frames, hosts, identity, plugins, server, stack, storekit, transfer, vllm
+from protections import (
+    commands,
+    engine,
+    frames,
+    hosts,
+    identity,
+    lookups,
+    plugins,
+    server,
+    stack,
+    storekit,
+    transfer,
+    vllm,
+)
 
-ROOMS = (identity, vllm, hosts, engine, server, stack, frames, transfer, storekit, plugins, commands)
+ROOMS = (identity, vllm, hosts, engine, server, stack, lookups, frames, transfer, storekit, plugins, commands)
 MUTANTS = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

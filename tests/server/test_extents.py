@@ -67,6 +67,21 @@ def test_no_byte_is_lent_twice_whatever_comes_and_goes(seed):
         assert all(arena.available >= arena.free for arena in arenas)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_slots_that_a_path_may_count_on_are_there(seed):
+    """Unused slots may be too scattered to be lent, or kept for others: a request would wait for them in vain."""
+    drawn = random.Random(seed)
+    extents = Extents(mmap.mmap(-1, NBYTES), NBYTES)
+    arenas = [arena_of(extents, size, str(size)) for size in drawn.sample(SIZES, 3)]
+    for arena in arenas:
+        extents.set_quota(arena.memory.model, Quota(drawn.randrange(NBYTES), NBYTES))
+    for _ in range(100):
+        arena, keys = drawn.choice(arenas), [drawn.randbytes(32) for _ in range(drawn.randrange(1, 60))]
+        slots = arena.slots_for(len(keys))
+        assert len(store(arena, keys)) == slots
+        extents.balance(1.0)
+
+
 def test_a_stack_alone_gets_all_of_the_memory():
     extents = Extents(mmap.mmap(-1, NBYTES), NBYTES)
     arena = arena_of(extents, 20480)

@@ -109,6 +109,21 @@ def test_a_chunk_is_found_once_it_was_promoted(tmp_path):
         assert len(stack.lookup(OWN, "request").slots) == len(OWN)
 
 
+def test_no_chunk_is_awaited_that_does_not_fit_in_the_memory_of_the_server(tmp_path):
+    disk = {"type": "disk", "path": str(tmp_path / "disk"), "capacity": "8MiB", "min_free": "0B"}
+    with serving(tmp_path, 8, disk) as served:
+        stack = served.stack()
+        for keys in (OTHERS, OWN):
+            store(stack, keys)
+            stack.drain(10)
+        found = stack.lookup([*OWN, *OTHERS], "request")
+        assert (found.chunks + found.pending, found.unfitting) == (8, len(OWN))
+        steps_until(stack, lambda: not stack.still_pending("request"))
+        found = stack.lookup([*OWN, *OTHERS], "request")
+        assert (found.chunks, found.pending, found.unfitting) == (8, 0, len(OWN))
+        assert found.miss_reason == f"cpu is too small for {len(OWN)} more of this prompt's chunks"
+
+
 def test_an_engine_alone_begins_an_epoch_in_place(tmp_path):
     with serving(tmp_path) as served:
         stack = served.stack()

@@ -10,6 +10,7 @@ import pytest
 from conftest import BLOCK, CHUNK, cpu, cpu_and_disk, hit, miss, prompt
 
 from kvtier_core.engine import weights
+from kvtier_core.engine.scheduler.waiting import Waiting
 
 COLD = "kvtier: cold because disk holds another namespace: "
 
@@ -196,6 +197,26 @@ def test_an_arena_smaller_than_the_prompt(engine):
         served.assert_at_rest()
     assert all(0 <= answer.cached <= 6 * CHUNK for answer in answers)
     assert max(answer.differs(truth) for answer in answers) < NOISE
+
+
+@pytest.mark.parametrize("slots", [6, 14])
+def test_a_stored_prompt_longer_than_the_arena_is_loaded_without_a_wait_for_the_rest(
+    engine, said, tmp_path, monkeypatch, slots
+):
+    asked, allows, awaited = prompt(33, 15 * CHUNK + 3), Waiting.allows, []
+    with engine(cpu_and_disk(tmp_path)) as first:
+        truth = first.ask(asked)[0]
+    monkeypatch.setattr(
+        Waiting, "allows", lambda self, state, found: awaited.append(found) or allows(self, state, found)
+    )
+    frame = 4096 + 4 * 2 * 2 * 64 * CHUNK * 4
+    with engine(cpu_and_disk(tmp_path, f"{slots * frame}B")) as served:
+        answer = served.ask(asked)[0]
+        assert served.outcomes() == [hit(len(asked), disk=slots * CHUNK)]
+        served.assert_at_rest()
+    assert answer.differs(truth) < NOISE and answer.cached == slots * CHUNK
+    assert awaited and {found.chunks + found.pending for found in awaited if found.pending} == {slots}
+    assert any(line.endswith(f"; cpu is too small for {15 - slots} more of this prompt's chunks") for line in said())
 
 
 def new_weights(served):

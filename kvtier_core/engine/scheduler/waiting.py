@@ -181,6 +181,8 @@ class Waiting:
             parts.append(f"; waited {state.waited:.3f} s, computing takes {seconds:.3f} s")
         if state.declined:
             parts.append(f"; {state.declined}")
+        if state.found.unfitting:
+            parts.append(f"; {state.found.miss_reason}")
         return "".join(parts)
 
 

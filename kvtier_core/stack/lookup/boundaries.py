@@ -43,6 +43,11 @@ class _Path:
             if number >= self.skipped
         }
 
+    def slots(self, chunks: int) -> int:
+        """Number of these parts."""
+        end = self.skipped + chunks
+        return sum(end - max(self.skipped, self.layout.needed(part, end).start) for part in self.layout.parts)
+
     def run(self, holds: _Holds) -> int:
         """Number of leading chunks that are held, whether or not their boundaries are restorable."""
         return next((i for i, key in enumerate(self.chunks) if not holds(key)), len(self.chunks))
@@ -77,9 +82,13 @@ class BoundarySearch(Search):
         lease = self._leases.of(path, holder)
         self._ask(path)
         chain = sought.run(self._may_come)
-        ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
-        below = self._bring(sought, ready, later, query)
+        ready, fitting = sought.restorable(chain, self._is_ready), self._fitting(sought)
+        wanted = sought.restorable(min(chain, fitting), self._may_come)
+        below = self._bring(sought, ready, wanted, query)
         later = ready + below.chunks
+        unfitting = 0
+        if fitting < len(path) and later >= wanted:
+            unfitting = (len(path) if later == fitting else sought.restorable(chain, self._may_come)) - later
         needed = [*sought.needed(ready), *sought.needed(later)]
         self._leases.pin([key for key in dict.fromkeys(needed) if self._is_ready(key)], lease, holder)
         self._leases.expect((key for key in needed if not self._is_ready(key)), below.tier, lease, holder)
@@ -97,7 +106,8 @@ class BoundarySearch(Search):
             awaited=below.tier,
             silence=self._silence(below.tier),
             declined=below.declined,
-            miss_reason=self._why_no_more(sought, later, below),
+            unfitting=unfitting,
+            miss_reason=self._too_small(unfitting) if unfitting else self._why_no_more(sought, later, below),
         )
 
     def prefetch(self, query: Query) -> None:
@@ -110,9 +120,6 @@ class BoundarySearch(Search):
             self._bring(sought, ready, later, query)
 
     # -- where a part is ---------------------------------------------------------------------------
-
-    def _is_ready(self, key: ChunkKey) -> bool:
-        return any(arena.has(key) for arena in self._arenas)
 
     def _may_come(self, key: ChunkKey) -> bool:
         """Is it READY, on its way, in a readable store, or asked for in a store that has not answered yet?"""
@@ -132,6 +139,15 @@ class BoundarySearch(Search):
 
     # -- bringing it up ----------------------------------------------------------------------------
 
+    def _fitting(self, sought: _Path) -> int:
+        """The last boundary whose parts fit at once: those of a later one would wait for each other's slots."""
+        chunks, hot = len(sought.chunks), self._arenas[0]
+        slots = hot.slots_for(sought.slots(chunks))
+        if slots == sought.slots(chunks):
+            return chunks
+        slots += sum(self._is_ready(key) and not hot.has(key) for key in sought.needed(chunks))  # in a colder arena
+        return next((i for i in range(chunks, 0, -1) if sought.slots(i) <= slots), 0)
+
     def _bring(self, sought: _Path, ready: int, later: int, query: Query) -> Requested:
         """Request the missing parts of a later boundary if all of them are worth loading."""
         missing = sorted((place, key) for key, place in sought.needed(later).items() if not self._is_ready(key))
@@ -141,8 +157,9 @@ class BoundarySearch(Search):
         part_limit = limit and attrs.evolve(limit, chunk_seconds=limit.chunk_seconds * gained / len(missing))
         awaited = next(filter(None, (self._promotions.source(key) for _, key in missing)), "")
         keys = [key for _, key in missing if not self._arriving(key)]
-        if len(keys) > self._arenas[0].available:  # otherwise requests would wait for each other's slots forever
-            return Requested()
+        to_pin = filter(self._arenas[0].is_unpinned, {*sought.needed(ready), *sought.needed(later)})
+        if len(keys) + len(list(to_pin)) > self._arenas[0].available:
+            return Requested()  # otherwise requests would wait for each other's slots
         for tier in self._tiers:
             here = [key for key in keys if tier.has(key)]
             keys = [key for key in keys if key not in here]

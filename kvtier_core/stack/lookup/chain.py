@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier_core.stack.batches import leading_run
+from kvtier_core.stack.batches import leading, leading_run
 from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.lookup.search import Query, Search
 from kvtier_core.stack.outcomes import Lookup
@@ -17,16 +17,20 @@ class ChainSearch(Search):
     """Finds the leading chunks of a path."""
 
     def lookup(self, query: Query) -> Lookup:
-        path, holder = query.path, query.holder
-        lease = self._leases.of(path, holder)
+        whole, holder = query.path, query.holder
+        lease = self._leases.of(whole, holder)
+        query = query._replace(path=self._fitting(query))
+        path = query.path
         at, below = len(lease.slots), Requested()
         awaited = ""
         while at < len(path):
             if run := self._ready_run(path, at):
                 self._leases.pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
-            elif tier := self._readable_by_workers(query, at):
+            elif tier := self._readable_by_workers(query, path[at]):
                 below = self._hold(tier, query, at, lease)
                 run = below.chunks
+            elif self._breaks_deadlock(path[at], lease):
+                break
             else:
                 below = self._request(query, at)
                 run, awaited = below.chunks, awaited or below.tier
@@ -40,6 +44,7 @@ class ChainSearch(Search):
             self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], query.salt)
         self._leases.done(holder)
         reason = self._miss_reason(path[at], below) if at < len(path) else ""
+        unfitting = 0 if reason else len(whole) - at
         pending = at - len(lease.slots)
         return Lookup(
             slots=tuple(lease.slots),
@@ -51,7 +56,8 @@ class ChainSearch(Search):
             awaited=awaited if pending else "",
             silence=self._silence(awaited) if pending else 0.0,
             declined=below.declined,
-            miss_reason=reason,
+            unfitting=unfitting,
+            miss_reason=self._too_small(unfitting) if unfitting else reason,
         )
 
     def prefetch(self, query: Query) -> None:
@@ -61,7 +67,7 @@ class ChainSearch(Search):
         end = min(len(path), at + self._room_ahead)
         while at < end:
             if not (run := self._ready_run(path, at)):
-                if tier := self._readable_by_workers(query, at):
+                if tier := self._readable_by_workers(query, path[at]):
                     run = tier.leasable(path, at)  # it stays there
                 else:
                     run = self._request(query._replace(path=path[:end]), at).chunks
@@ -71,14 +77,25 @@ class ChainSearch(Search):
         for tier in self._tiers:
             tier.request_lookup(path, at)
 
+    def _fitting(self, query: Query) -> Sequence[ChunkKey]:
+        """The leading chunks of a path that can be loaded at once: the rest would wait for their slots."""
+        path, slots = query.path, self._arenas[0].slots_for(len(query.path))
+        if slots == len(path):
+            return path
+
+        def takes_slot(key: ChunkKey) -> bool:
+            elsewhere = self._is_ready(key) or self._readable_by_workers(query, key)
+            return self._arenas[0].has(key) or not elsewhere
+
+        return leading(path, slots, takes_slot)
+
     def _ready_run(self, path: Sequence[ChunkKey], at: int) -> int:
         """Length of the run of chunks from ``at`` on that are READY in one arena."""
         return max(arena.ready_run(path, at) for arena in self._arenas)
 
-    def _readable_by_workers(self, query: Query, at: int) -> StoreTier | None:
+    def _readable_by_workers(self, query: Query, key: ChunkKey) -> StoreTier | None:
         """The tier from which workers can read this chunk directly."""
-        key = query.path[at : at + 1]
-        return next((tier for tier in self._tiers if tier.is_direct(query.not_direct) and tier.leasable(key)), None)
+        return next((tier for tier in self._tiers if tier.is_direct(query.not_direct) and tier.leasable([key])), None)
 
     def _hold(self, tier: StoreTier, query: Query, at: int, lease: Lease) -> Requested:
         """Hold the frames from ``at`` on that are worth loading, up to a chunk that is READY in an arena.
@@ -91,6 +108,14 @@ class ChainSearch(Search):
         chosen = keys[: choice.chunks or tier.probe(len(keys))]
         held = self._leases.hold(tier, chosen, lease, query.holder, leading=at == len(lease.slots))
         return Requested(held, tier.name, None if held else choice.declined)
+
+    def _breaks_deadlock(self, key: ChunkKey, lease: Lease) -> bool:
+        """Do all who have slots wait for more, this holder for this chunk? Then it goes on without."""
+        if key not in self._promotions.deadlocked or not any(lease.pinned()):
+            return False
+        self._promotions.deadlocked.clear()
+        self._promotions.rejected.add(key)
+        return True
 
     def _request(self, query: Query, at: int) -> Requested:
         """Request the chunks from ``at`` on, which is not READY, unless that one is on its way."""

@@ -64,7 +64,7 @@ class Leases:
     """The leases of all holders."""
 
     def __init__(
-        self, arenas: Sequence[Arena], tiers: Sequence[StoreTier], *, unawaited: Callable[[Iterable[ChunkKey]], None]
+        self, arenas: Sequence[Arena], tiers: Sequence[StoreTier], *, unawaited: Callable[[Collection[ChunkKey]], None]
     ):
         """``unawaited`` is called with chunks that no holder awaits any more."""
         self._arenas = arenas
@@ -105,6 +105,10 @@ class Leases:
         """Is everything that the holder awaited at its last lookup still on its way?"""
         lease = self._by_holder.get(holder)
         return lease is not None and lease.pending
+
+    def all_wait(self) -> bool:
+        """Does everybody who has pinned a slot of the hottest arena await a chunk?"""
+        return all((lease := self._by_holder.get(holder)) and lease.awaited for holder in self._arenas[0].holders)
 
     def release(self, holder: str) -> None:
         """Unpin the holder's slots and release its frames."""

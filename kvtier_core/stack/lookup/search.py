@@ -66,6 +66,9 @@ class Search(abc.ABC):
         unused = len(self._leases.promoted_from) + self._promotions.under_way
         return max(0, self._arenas[0].capacity // _PREFETCH_SHARE - unused)
 
+    def _is_ready(self, key: ChunkKey) -> bool:
+        return any(arena.has(key) for arena in self._arenas)
+
     def has_slot(self, key: ChunkKey) -> bool:
         """Does this chunk have a slot in an arena?"""
         return any(arena.has_slot(key) for arena in self._arenas)
@@ -77,6 +80,10 @@ class Search(abc.ABC):
     def _silence(self, awaited: str) -> float:
         """`StoreTier.silence` of the awaited tier."""
         return next((tier.silence for tier in self._tiers if tier.name == awaited), 0.0)
+
+    def _too_small(self, chunks: int) -> str:
+        """Why the last chunks of a path are not found: there are more of them than slots."""
+        return f"{self._arenas[0].name} is too small for {chunks} more of this prompt's chunks"
 
     def _miss_reason(self, key: ChunkKey, below: Requested) -> str:
         """Why a chunk is not found."""

@@ -1,0 +1,55 @@
+"""Lookups: what a request waits for."""
+
+from __future__ import annotations
+
+from protections.mutant import Mutant
+
+LOOKUP = "kvtier_core/stack/lookup"
+SIDE = "kvtier_core/engine/scheduler_side.py"
+ROOM = "tests/core/test_room.py::"
+SMALL = "tests/engine/test_small_arenas.py::"
+
+MUTANTS = (
+    Mutant(
+        "chunks-that-do-not-fit-are-awaited",
+        f"{LOOKUP}/chain.py",
+        "if slots == len(path):",
+        "if True:",
+        ROOM + "test_as_many_chunks_are_awaited_as_the_arena_has_slots",
+    ),
+    Mutant(
+        "boundaries-that-do-not-fit-are-awaited",
+        f"{LOOKUP}/boundaries.py",
+        "sought.restorable(min(chain, fitting), self._may_come)",
+        "sought.restorable(chain, self._may_come)",
+        SMALL + "test_models_with_several_parts_wait_for_no_boundary_that_does_not_fit",
+    ),
+    Mutant(
+        "late-chunks-that-do-not-fit-are-awaited",
+        SIDE,
+        " or found.unfitting",
+        "",
+        SMALL + "test_chunks_that_another_engine_has_just_computed_are_not_awaited_where_they_do_not_fit",
+    ),
+    Mutant(
+        "requests-wait-for-each-others-slots",
+        "kvtier_core/stack/promotion.py",
+        "if lacking and not self._hot.reserved and self._all_wait():",
+        "if False:",
+        ROOM + "test_of_two_requests_that_keep_each_other_from_their_slots_one_goes_on",
+    ),
+    Mutant(
+        "requests-keep-the-slots-of-the-self-test",
+        SIDE,
+        "if not self._self_test.is_open and not self._self_test.slots:",
+        "if False:",
+        SMALL + "test_no_request_keeps_the_slots_that_the_self_test_needs",
+    ),
+    Mutant(
+        "slots-that-are-not-lent-are-counted-on",
+        "kvtier_core/server/lent_arena.py",
+        "return min(chunks, self._slots)",
+        "return min(chunks, self.capacity)",
+        "tests/server/test_extents.py::test_the_slots_that_a_path_may_count_on_are_there",
+    ),
+)
