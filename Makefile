@@ -86,7 +86,7 @@ MISSING = $(foreach each,$(PROGRAMS),$(if $(shell command -v $(firstword $(subst
 
 programs:
 	@[ -z "$(strip $(MISSING))" ] || { apt-get update && apt-get install --yes --no-install-recommends $(MISSING); } \
-		|| { echo "cannot install $(strip $(MISSING)): that takes root and apt-get; install them in another way"; exit 1; }
+		|| { echo "cannot install $(strip $(MISSING)): that takes root and apt-get"; exit 1; }
 
 # What `make test` runs in a short form, LONG times as long: campaigns, chaos, soaks, state machines, fuzzing.
 test-long campaign chaos: export LONG ?= 25
