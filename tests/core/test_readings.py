@@ -21,7 +21,7 @@ def test_each_tier_is_counted_by_itself():
 def test_chunks_are_one_number_whatever_the_reason_and_a_metric_for_each():
     readings = Readings()
     added = readings.add(Event(EventKind.EVICTED, "disk", (A, B), 8192, why) for why in ("for room", "for an epoch"))
-    assert readings.lines() == ["disk: evicted 4 (16KiB)"]
+    assert readings.lines() == ["disk: evicted 4 chunks (16KiB)"]
     assert readings.of("disk").describe()["events"] == {"evicted": {"chunks": 4, "nbytes": 16384}}
     by_reason = [each.labels for each in added if each.metric == "kvtier_evicted_chunks"]
     assert by_reason == [("disk", "for room"), ("disk", "for an epoch")]

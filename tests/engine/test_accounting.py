@@ -164,7 +164,7 @@ def test_the_log_says_how_many_chunks_were_loaded_and_which_tokens_were_hits(ser
     engine.ask("second", ASKED)
     engine.ask("third", ASKED)
     heap, disk = engine.side.events.readings.lines()
-    assert "loaded 8 (" in heap and heap.endswith("hit 32 of 70 tokens")
+    assert "loaded 8 chunks (" in heap and heap.endswith("hit 32 of 70 tokens")
     assert disk.endswith("hit 32 of 38 tokens")
 
 
