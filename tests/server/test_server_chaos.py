@@ -72,7 +72,7 @@ def test_no_kill_harms_those_who_live(below, kept, tmp_path):
             each.kill()
             told += each.communicate()[0]
         survivor = RemoteStack(path, Opening("model", "survivor", NAMESPACE, LAYOUT))
-        assert within(10, lambda: not survivor.step() and survivor.usage() and not survivor.usage()[0].pins)
+        assert within(120, lambda: not survivor.step() and survivor.usage() and not survivor.usage()[0].pins)
         assert survivor.usage()[0].chunks, "nothing was ever stored"
         assert ("it has read a slab" in told) == bool(stores)
         assert len(os.listdir(f"/proc/{running.pid}/fd")) < 30 and memory_of(running.pid) < 200 << 10
