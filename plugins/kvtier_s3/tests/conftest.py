@@ -24,7 +24,7 @@ def open_s3(config):
     """Opens users of the bucket, which are closed in the end."""
     with contextlib.ExitStack() as closing:
 
-        def open_s3(*, capacity=0, timeout=5.0, namespace=None, **settings):
+        def open_s3(*, capacity=0, timeout=60.0, namespace=None, **settings):
             ctx = attrs.evolve(make_context(capacity=capacity, namespace=namespace), timeout=Seconds(timeout))
             return closing.enter_context(contextlib.closing(attrs.evolve(config, **settings).open(ctx)))
 

@@ -89,7 +89,7 @@ def test_frames_that_were_stored_and_not_answered_are_counted(s3_server, open_s3
 
 def test_a_conditional_write_that_meets_itself_is_counted(s3_server, open_s3, bucket, config):
     """The store did it and answered with an error: what is sent again finds that the condition does not hold."""
-    engine, keys = open_s3(capacity=CAPACITY), make_keys(2)
+    engine, keys = open_s3(capacity=CAPACITY, timeout=5), make_keys(2)
     write(engine, keys[:1])
     with s3_server.silent("PUT .*[0-9a-f]{64}", times=1):
         write(engine, keys[1:])
