@@ -21,6 +21,7 @@ from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.interfaces import OpenContext, Stored, SupportsNamespaces, SupportsWalk
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.simulate.stacks import layout_of
+from kvtier_core.storekit.folder import place_in
 from kvtier_core.types import Namespace, Nbytes
 
 #: KV of a token where no model is named: that of Llama 3.1 8B in 16 bits.
@@ -138,7 +139,7 @@ def _drop(tier: OpenedTier) -> None:
 def folders(tier: ArenaTierConfig | StoreTierConfig) -> list[Path]:
     """The paths among the settings of a tier."""
     values = (getattr(tier.config, field.name) for field in attrs.fields(type(tier.config)))
-    return [value for value in values if isinstance(value, Path)]
+    return [place_in(value) for value in values if isinstance(value, Path)]
 
 
 def nearest(folder: Path) -> Path:

@@ -45,6 +45,7 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.index.parted_index import PartedIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.storekit.folder import place_in
 from kvtier_core.transfer.io_pool import IOPool, Pool, run
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, Namespace, Nbytes
 
@@ -191,7 +192,8 @@ def open_arena(config: StackConfig, number: int, closing: contextlib.ExitStack) 
     tier = config.tiers[number]
     page = KVGroup("memory", KVKind.FULL_ATTENTION, (FRAME_ALIGNMENT,), 1, "uint8", KVStructure.OPAQUE)
     layout = ChunkLayout([page], 1)
-    context = OpenContext(namespace=Namespace.of({}), layout=layout, capacity=tier.capacity, keep=tier.keep)
+    keep = tier.keep and place_in(tier.keep)
+    context = OpenContext(namespace=Namespace.of({}), layout=layout, capacity=tier.capacity, keep=keep)
     memory = _Opening(config, number, tier, _REAL, closing).store(context)
     if not isinstance(memory, SupportsSharing):
         why = f"the memory of {tier.source.plugin} cannot be shared with other processes (SupportsSharing)"
