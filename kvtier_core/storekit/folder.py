@@ -29,12 +29,6 @@ _ON_THE_WAY = _FOLDER | os.O_PATH
 #: Links on the way to a folder, as many as Linux follows.
 _MAX_LINKS = 40
 
-#: What kubelet does at each start of a pod, where it is not told otherwise.
-_OPENED = (
-    "was opened to its group, as kubelet does with a volume with fsGroup; files that the group could have changed are "
-    "not used; write fsGroupChangePolicy: OnRootMismatch in the pod's securityContext to keep them"
-)
-
 logger = logging.getLogger("kvtier")
 
 
@@ -90,10 +84,15 @@ class Folder:
             except NotADirectoryError:
                 links += 1
                 if not names or links > _MAX_LINKS:
-                    must_be_ours(found.status(name), found.path / name)
+                    must_be_ours(found.status(name), found.path / name if names else path)
                 names += reversed(Path(found._link(name)).parts)
         if found._close_to_group():
-            logger.warning("kvtier: %s: %s", path, _OPENED)
+            logger.warning(
+                "kvtier: %s: was opened to its group, as kubelet opens a volume with fsGroup; files that the group "
+                "could have changed are not used; to keep them, write fsGroupChangePolicy: OnRootMismatch "
+                "in the pod's spec",
+                path,
+            )
         must_be_ours(os.fstat(found.fd), path)
         if make and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise BackendError(f"{path}: this user may not write here; give it the permission, or name another folder")
@@ -140,8 +139,9 @@ class Folder:
             except FileExistsError:
                 pass  # another process was faster
             except PermissionError:
-                why = f"user {os.geteuid()} may not make this folder"
-                raise BackendError(f"{self.path / name}: {why}; {_way_out()}") from None
+                raise BackendError(
+                    f"{self.path / name}: user {os.geteuid()} may not make this folder; {_way_out()}"
+                ) from None
             return os.open(name, flags, dir_fd=self.fd)
 
     def _close_to_group(self) -> bool:
@@ -162,8 +162,9 @@ class Folder:
         if not stat.S_ISLNK(self.status(name).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path / name))
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
-            why = "a link in a folder that others may write to; name the folder that it leads to"
-            raise NotOurs(f"{self.path / name}: {why}")
+            raise NotOurs(
+                f"{self.path / name}: a link in a folder that others may write to; name the folder that it leads to"
+            )
         return os.readlink(name, dir_fd=self.fd)
 
     def open(self, name: str, flags: int) -> int:
@@ -283,15 +284,17 @@ def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise BackendError(f"{path}: not a folder; name one")
     if status.st_uid != os.geteuid():
-        why = f"belongs to user {status.st_uid}; kvtier uses only folders of its own user, {os.geteuid()}"
-        raise NotOurs(f"{path}: {why}; {_way_out()}")
+        raise NotOurs(
+            f"{path}: belongs to user {status.st_uid}; kvtier uses only folders of its own user; {_way_out()}"
+        )
     if status.st_mode & 0o022:
-        sticky = status.st_mode & stat.S_ISVTX  # others could make files there under the names of ours
-        way_out = "name a folder in it that is kvtier's alone" if sticky else "remove that permission with chmod go-w"
-        raise NotOurs(f"{path}: others may write to it; {way_out}")
+        if status.st_mode & stat.S_ISVTX:  # others could make files there under the names of ours
+            raise NotOurs(f"{path}: others may write to it; name a folder in it that is kvtier's alone")
+        raise NotOurs(f"{path}: others may write to it; remove that permission with chmod go-w")
 
 
 def _way_out() -> str:
+    """How this user gets a folder there."""
     group = os.getegid() or os.geteuid()
     return f"name a folder in it, chown it, or in a pod's spec write securityContext: {{fsGroup: {group}}}"
 
