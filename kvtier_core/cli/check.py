@@ -16,7 +16,7 @@ from kvtier_core.cli.host_files import stack_in
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.compose import check_quality
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.errors import ConfigError
+from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import Medium
 from kvtier_core.types import EnvSecret, Nbytes
 
@@ -54,9 +54,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
         if options.model:
             lacking = _say_sizes(config, token, output)
         if options.open:
-            with tiers.opened(config, layout, range(len(config.tiers))) as opened:
+            without: list[Problem] = []
+            with tiers.opened(config, layout, range(len(config.tiers)), without) as opened:
                 facts = {each.tier.name: dict(each.store.facts()) for each in opened}
             _say_facts(facts, output)
+            if without:
+                output.value["without"] = list(map(str, without))
+                output.say(*(output.paint(f"an engine starts without it: {problem}", "bad") for problem in without))
             if config.server:
                 tiers.ask_server(config)
                 output.say(f"server: {config.server} answers")

@@ -17,10 +17,11 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import UNIX, ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.yaml_nodes import ProblemCollector
-from kvtier_core.errors import BackendError, ConfigError
+from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.interfaces import OpenContext, Stored, SupportsNamespaces, SupportsWalk
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.simulate.stacks import layout_of
+from kvtier_core.storekit.folder import place_in
 from kvtier_core.types import Namespace, Nbytes
 
 #: KV of a token where no model is named: that of Llama 3.1 8B in 16 bits.
@@ -105,23 +106,29 @@ def ask_server(config: StackConfig) -> None:
 
 
 @contextlib.contextmanager
-def opened(config: StackConfig, layout: ChunkLayout, numbers: Iterable[int]) -> Iterator[list[OpenedTier]]:
+def opened(
+    config: StackConfig, layout: ChunkLayout, numbers: Iterable[int], problems: list[Problem] | None = None
+) -> Iterator[list[OpenedTier]]:
     """Tiers by their numbers, opened as an engine would, in a namespace that nobody else has; nothing of it is left.
 
-    What is written to them is for the caller to delete. Raises ConfigError if one cannot be opened.
+    What is written to them is for the caller to delete. Raises ConfigError if one cannot be opened; but the problems
+    of one that is not required are added to ``problems``, if that is a list.
     """
     numbers = list(numbers)
     ctx = OpenContext(Namespace.of({"check": secrets.token_hex(16)}), layout)
     missing = [folder for number in numbers for folder in _missing_folders(config.tiers[number])]
     tiers: list[OpenedTier] = []
-    collector = ProblemCollector()
+    collector, of_optional = ProblemCollector(), ProblemCollector()
     try:
         with contextlib.ExitStack() as closing:
             for number in numbers:
-                with collector:
+                optional = problems is not None and not getattr(config.tiers[number], "required", True)
+                with of_optional if optional else collector:
                     tiers += closing.enter_context(open_tiers(config, [number], ctx))
                     closing.callback(_drop, tiers[-1])
             collector.raise_if_any()
+            if problems is not None:
+                problems += of_optional.problems
             yield tiers
     finally:
         for folder in missing:
@@ -138,7 +145,7 @@ def _drop(tier: OpenedTier) -> None:
 def folders(tier: ArenaTierConfig | StoreTierConfig) -> list[Path]:
     """The paths among the settings of a tier."""
     values = (getattr(tier.config, field.name) for field in attrs.fields(type(tier.config)))
-    return [value for value in values if isinstance(value, Path)]
+    return [place_in(value) for value in values if isinstance(value, Path)]
 
 
 def nearest(folder: Path) -> Path:

@@ -45,6 +45,7 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.index.parted_index import PartedIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.storekit.folder import place_in
 from kvtier_core.transfer.io_pool import IOPool, Pool, run
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, Namespace, Nbytes
 
@@ -87,6 +88,7 @@ class OpenedTier:
     index: CacheIndex
     codec: FrameCodec
     capacity: Nbytes  #: this engine's share; of a shared store, bytes of the frames that it remembers to be there
+    opening: _Opening
 
 
 def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) -> StorageManager:
@@ -95,7 +97,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
     ``ctx`` is completed with the values that differ from tier to tier. Capacities are those of the node: when several
     engines share the configuration (`OpenContext.replicas`), each gets an equal part.
 
-    Raises ConfigError with everything that is wrong with every tier; then nothing stays open.
+    Raises ConfigError with everything that is wrong with every tier that is required; then nothing stays open.
     """
     collector = ProblemCollector()
     levels: list[Arena | StoreTier] = []
@@ -109,26 +111,22 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
                     logger.warning("kvtier: %s", told)
         stored: list[StoredFrames] = []
         ctx = attrs.evolve(ctx, sealed={}, stored=stored)
-        opened = _open_tiers(config, range(len(config.tiers)), ctx, runtime, closing, collector)
+        problems = functools.partial(_unless_optional, collector)
+        opened = _open_tiers(config, range(len(config.tiers)), ctx, runtime, closing, problems)
         stored += [each.store for each in opened if isinstance(each.store, ShownStore)]
         collector.raise_if_any()  # a tier may evict from its store as it starts, so none starts before all are open
-        for i, each in enumerate(opened):
-            with collector:
-                arenas = sum(isinstance(level, Arena) for level in levels)
-                levels.append(_Opening(config, i, each.tier, runtime, closing).start(each, arenas))
+        for each in opened:
+            with problems(each.opening):
+                levels.append(each.opening.start(each, sum(isinstance(level, Arena) for level in levels)))
         collector.raise_if_any()
         pool = _pool("seal", 1, runtime, closing)
         media = {tier.name: tier.config.medium for tier in config.tiers}
-        if (has_peers := _has_peers(config)) and isinstance(levels[0], Arena):
+        if config.has_peers and isinstance(levels[0], Arena):
             levels[0].sealed = ctx.sealed
         of_all = {"namespace": ctx.namespace, "layout": ctx.layout, "media": media, "clock": runtime.clock}
-        manager = StorageManager(levels, pool=pool, seals_all=runtime.seals_all or has_peers, **of_all)
+        manager = StorageManager(levels, pool=pool, seals_all=runtime.seals_all or config.has_peers, **of_all)
         closing.pop_all()
     return manager
-
-
-def _has_peers(config: StackConfig) -> bool:
-    return any(tier.config.of_peers for tier in config.stores)
 
 
 def check_quality(config: StackConfig, number: int, weights: str | None = None) -> str:
@@ -190,8 +188,9 @@ def open_arena(config: StackConfig, number: int, closing: contextlib.ExitStack) 
     """
     tier = config.tiers[number]
     page = KVGroup("memory", KVKind.FULL_ATTENTION, (FRAME_ALIGNMENT,), 1, "uint8", KVStructure.OPAQUE)
-    layout = ChunkLayout([page], 1)
-    context = OpenContext(namespace=Namespace.of({}), layout=layout, capacity=tier.capacity, keep=tier.keep)
+    context = OpenContext(
+        Namespace.of({}), ChunkLayout([page], 1), tier.capacity, keep=tier.keep and place_in(tier.keep)
+    )
     memory = _Opening(config, number, tier, _REAL, closing).store(context)
     if not isinstance(memory, SupportsSharing):
         why = f"the memory of {tier.source.plugin} cannot be shared with other processes (SupportsSharing)"
@@ -222,7 +221,7 @@ def open_tiers(config: StackConfig, numbers: Iterable[int], ctx: OpenContext) ->
     """
     collector = ProblemCollector()
     with contextlib.ExitStack() as closing:
-        opened = _open_tiers(config, numbers, ctx, _REAL, closing, collector)
+        opened = _open_tiers(config, numbers, ctx, _REAL, closing, lambda opening: collector)
         collector.raise_if_any()
         yield opened
 
@@ -348,12 +347,12 @@ class _Opening:
         store = self.store(attrs.evolve(ctx, max_frame_nbytes=longest, slot_nbytes=codec.max_frame_nbytes))
         if codec.keyed_seal is not None:
             store = SealedNames(store, codec.keyed_seal)
-        if isinstance(store, Backend) and codec.is_raw and not self._shared and _has_peers(self.config):
+        if isinstance(store, Backend) and codec.is_raw and not self._shared and self.config.has_peers:
             store = ShownStore(store, codec)
             self.closing.callback(store.close)
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
         index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
-        return OpenedTier(tier, store, index, codec, capacity)
+        return OpenedTier(tier, store, index, codec, capacity, self)
 
     @property
     def _shared(self) -> bool:
@@ -472,14 +471,29 @@ def _open_tiers(
     ctx: OpenContext,
     runtime: Runtime,
     closing: contextlib.ExitStack,
-    collector: ProblemCollector,
+    problems: Callable[[_Opening], contextlib.AbstractContextManager],
 ) -> list[OpenedTier]:
-    """All that can be opened; the problems of the others go to ``collector``."""
+    """All that can be opened; ``problems`` takes the ConfigErrors of a tier."""
     opened = []
     for number in numbers:
-        with collector:
-            opened.append(_Opening(config, number, config.tiers[number], runtime, closing).open(ctx))
+        opening = _Opening(config, number, config.tiers[number], runtime, closing.enter_context(contextlib.ExitStack()))
+        with problems(opening):
+            opened.append(opening.open(ctx))
     return opened
+
+
+@contextlib.contextmanager
+def _unless_optional(collector: ProblemCollector, opening: _Opening) -> Iterator[None]:
+    """The problems of a tier go to ``collector``; or to the log, if the stack goes on without it: then it is closed."""
+    try:
+        yield
+    except ConfigError as error:
+        if isinstance(opening.tier, ArenaTierConfig) or opening.tier.required:
+            collector.problems += error.problems
+        else:
+            opening.closing.close()
+            why = str(error).replace("\n", "; ")
+            logger.warning("kvtier: %s: not opened, and not required: %s", opening.tier.name, why)
 
 
 def _pool(name: str, threads: int, runtime: Runtime, closing: contextlib.ExitStack) -> Pool:

@@ -36,7 +36,7 @@ class Kind:
 
 
 _TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "timeout", "store_after"})
-_TIER_KEYS |= {"seal_key", "encrypt", "packing", "keep", "quality", "accept_quality"}
+_TIER_KEYS |= {"seal_key", "encrypt", "packing", "keep", "quality", "accept_quality", "required"}
 KINDS = {
     "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), _TIER_KEYS),
     "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),

@@ -108,6 +108,7 @@ class StoreTierConfig:
     quality: pathlib.Path | None = None
     #: ``unmeasured``: open the tier without a report. Answers differ, and nobody knows how far.
     accept_quality: Literal["unmeasured"] | None = attrs.field(default=None, validator=_instead_of_a_report)
+    required: bool = True  #: ``false``: where it cannot be opened, an engine starts without this tier, and logs why
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
 
@@ -188,6 +189,11 @@ class StackConfig:
     def stores(self) -> tuple[StoreTierConfig, ...]:
         """The tiers below the arenas."""
         return tuple(tier for tier in self.tiers if isinstance(tier, StoreTierConfig))
+
+    @property
+    def has_peers(self) -> bool:
+        """Is one of them a tier of peers?"""
+        return any(tier.config.of_peers for tier in self.stores)
 
     def path_of(self, number: int) -> str:
         """Where the tier of this number was written."""

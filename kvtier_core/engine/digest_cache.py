@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier_core.storekit.folder import is_ours
+from kvtier_core.errors import BackendError
+from kvtier_core.storekit.folder import Folder
 
 #: Seconds. A file that changed more recently may change again without a new time stamp.
 _SETTLE_TIME = 2.0
@@ -36,8 +37,9 @@ class Entry:
         if self._folder is None:
             return None
         try:
-            found = (self._folder / self._name).read_text("ascii") if is_ours(self._folder) else ""
-        except (OSError, ValueError):
+            with open(Folder.at(self._folder).open(self._name, os.O_RDONLY), encoding="ascii") as file:
+                found = file.read()
+        except (OSError, ValueError, BackendError):
             return None
         return found if _DIGEST.fullmatch(found) else None
 
@@ -45,32 +47,23 @@ class Entry:
         """Cache a digest, unless a file has just changed."""
         if self._newest > time.time_ns() - _SETTLE_TIME * 1e9:
             return
-        with contextlib.suppress(OSError):  # without an entry the digest is computed again
-            if self._make_folder():
-                unfinished = self._folder / f"{self._name}.{os.getpid()}"
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                with open(os.open(unfinished, flags, 0o600), "w", encoding="ascii") as file:
+        with contextlib.suppress(OSError, BackendError):  # without an entry the digest is computed again
+            if self._folder is not None:
+                folder, unfinished = Folder.at(self._folder, make=True), f"{self._name}.{os.getpid()}"
+                with open(folder.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
                     file.write(digest)
-                os.replace(unfinished, self._folder / self._name)
+                folder.rename(unfinished, folder, self._name)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """A lock for these files that one process holds at a time, so that the others can use its digest."""
         with contextlib.ExitStack() as held:
-            with contextlib.suppress(OSError):
-                if self._make_folder():
-                    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                    lock = os.open(self._folder / f"{self._name}.lock", flags, 0o600)
+            with contextlib.suppress(OSError, BackendError):
+                if self._folder is not None:
+                    lock = Folder.at(self._folder, make=True).open(f"{self._name}.lock", os.O_RDWR | os.O_CREAT)
                     held.callback(os.close, lock)
                     fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-    def _make_folder(self) -> bool:
-        """Make the folder. False if there is none that this user alone may write to. Raises OSError."""
-        if self._folder is None:
-            return False
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return is_ours(self._folder)
 
 
 def cache_folder(name: str) -> Path | None:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ import attrs
 
 from kvtier_core.engine.digest_cache import cache_folder
 from kvtier_core.engine.messages import Refusal, WorkerReport
-from kvtier_core.storekit.folder import is_ours
+from kvtier_core.errors import BackendError
+from kvtier_core.storekit.folder import Folder, is_ours
 
 _SUFFIX = ".report"
 #: Seconds after which a report is stale and removed: the start of an engine takes less.
@@ -29,22 +31,22 @@ _MAX_NBYTES = 16 << 20
 
 def leave(engine: str, rank: int, report: WorkerReport) -> None:
     """Write a worker's report; one of the same engine and rank is replaced. Raises OSError."""
-    folder = runtime_folder()
-    _sweep(folder)
-    handle, unfinished = tempfile.mkstemp(dir=folder, suffix=_SUFFIX)  # 0600
-    with open(handle, "w", encoding="ascii") as file:
+    path = runtime_folder()
+    _sweep(path)
+    folder, unfinished = Folder.at(path), f"{secrets.token_hex(8)}{_SUFFIX}"
+    with open(folder.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
         json.dump(attrs.asdict(report), file)
-    os.replace(unfinished, folder / _name(engine, rank))
+    folder.rename(unfinished, folder, _name(engine, rank))
 
 
 def collect(engine: str, ranks: int) -> list[WorkerReport] | Refusal:
     """The reports of all ranks of an engine, by rank. A refusal if they are not there, or cannot be trusted."""
     try:
-        folder = runtime_folder()
-        return [_read(folder / _name(engine, rank)) for rank in range(ranks)]
+        folder = Folder.at(runtime_folder())
+        return [_read(folder, _name(engine, rank)) for rank in range(ranks)]
     except FileNotFoundError:
         return Refusal("the workers did not report: do they run on another machine, or with another XDG_RUNTIME_DIR?")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, BackendError) as error:
         return Refusal(f"the reports of the workers cannot be read: {error}")
 
 
@@ -73,18 +75,17 @@ def runtime_folder() -> Path:
         cached = cache_folder("run")
         folders = [Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}", *([cached] if cached else [])]
     for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_ours(folder):
+        with contextlib.suppress(OSError, BackendError):
+            Folder.at(folder, make=True)
             return folder
     why = "cannot be made, or is not this user's alone"
     way_out = "set XDG_RUNTIME_DIR, for the engine and for kvtier's commands, to a folder of this user's with mode 0700"
     raise PermissionError(f"{' and '.join(map(str, folders))}: {why}; {way_out}")
 
 
-def _read(path: Path) -> WorkerReport:
-    """Read a report. Raises OSError, ValueError and TypeError."""
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+def _read(folder: Folder, name: str) -> WorkerReport:
+    """Read a report. Raises OSError, ValueError, TypeError and BackendError."""
+    with open(folder.open(name, os.O_RDONLY), "rb") as file:
         return WorkerReport(**json.loads(file.read(_MAX_NBYTES)))
 
 

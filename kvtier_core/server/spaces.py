@@ -27,7 +27,7 @@ from kvtier_core.server.protocol import Opening
 from kvtier_core.server.sessions import Session, Space
 from kvtier_core.server.tenants import UNBOUNDED, Quota, Tenants
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.storekit.folder import file_system_of
+from kvtier_core.storekit.folder import file_system_of, place_in
 from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import EPOCH, Event, Namespace
 
@@ -296,7 +296,7 @@ def _journal(keep: Path, tenants_key: bytes, closing: contextlib.ExitStack) -> J
     """That of the memory in a folder. Raises OSError and BackendError."""
     if (kind := file_system_of(keep.resolve())) != "tmpfs":
         raise BackendError(f"{keep} is not in memory but on a file system of type {kind}; name a folder on a tmpfs")
-    journal = Journal(keep, tenants_key)
+    journal = Journal(place_in(keep), tenants_key)
     closing.callback(journal.close)
     return journal
 

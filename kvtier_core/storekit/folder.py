@@ -1,11 +1,17 @@
 """A folder that is accessed through its descriptor, whatever its path leads to later. Raises OSError.
 
-No link is followed, and no open waits for the other end of a pipe.
+In a folder no link is followed, and no open waits for the other end of a pipe.
+
+Others may write to a folder *above*, as to the root of a pod's volume. They can rename the folder, or put a link or a
+folder of theirs in its place. Links there are not followed and folders of others are refused, so all that a path can
+lead to is a folder of this user that lay beside: nobody else has put files into it, and each frame says whose it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import shutil
 import stat
@@ -18,15 +24,32 @@ from kvtier_core.interfaces import OpenContext
 #: The folder of one of several engines is called this, followed by its number.
 _REPLICA = "replica-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+#: A folder on the way, which this user may perhaps not read.
+_ON_THE_WAY = _FOLDER | os.O_PATH
+#: Links on the way to a folder, as many as Linux follows.
+_MAX_LINKS = 40
+
+logger = logging.getLogger("kvtier")
+
+
+def place_in(path: Path) -> Path:
+    """The folder that a tier with this path uses: ``path``, or one of this user in it.
+
+    The latter if others may write to ``path``, and it is the root of a volume, as that of a pod's emptyDir.
+    """
+    shared = os.path.ismount(path) and path.lstat().st_mode & 0o022
+    return path / f"kvtier-{os.geteuid()}" if shared else path
 
 
 def own_folder(path: Path, ctx: OpenContext) -> Path:
-    """The folder of this engine: one below ``path`` if several share a configuration."""
+    """The folder of this engine: one in `place_in(path)` if several share a configuration."""
+    path = place_in(path)
     return path / f"{_REPLICA}{ctx.replica}" if ctx.replicas > 1 else path
 
 
 def own_folders(path: Path) -> list[Path]:
     """All that `own_folder` may have returned."""
+    path = place_in(path)
     return [path, *sorted(path.glob(f"{_REPLICA}[0-9]*"))]
 
 
@@ -46,11 +69,34 @@ class Folder:
         self._called = called
 
     @classmethod
-    def at(cls, path: Path) -> Folder:
-        """The folder that the path leads to now. Raises BackendError if others than this user may write to it."""
-        folder = cls(os.open(path, _FOLDER), path)
-        must_be_ours(os.fstat(folder.fd), path)
-        return folder
+    def at(cls, path: Path, *, make: bool = False) -> Folder:
+        """The folder that the path leads to now. Raises BackendError if others than this user may write to it.
+
+        With ``make``, it and the folders above are made, as far as they are missing.
+        """
+        found = cls(os.open("/", _ON_THE_WAY), "/")
+        names = list(path.absolute().parts[:0:-1])  # to go, the next one last
+        links = 0
+        while names:
+            name = names.pop()
+            try:
+                found = cls(found._enter(name, _ON_THE_WAY, make), *found._called, name)
+            except NotADirectoryError:
+                links += 1
+                if not names or links > _MAX_LINKS:
+                    must_be_ours(found.status(name), found.path / name if names else path)
+                names += reversed(Path(found._link(name)).parts)
+        if found._close_to_group():
+            logger.warning(
+                "kvtier: %s: was opened to its group, as kubelet opens a volume with fsGroup; files that the group "
+                "could have changed are not used; to keep them, write fsGroupChangePolicy: OnRootMismatch "
+                "in the pod's spec",
+                path,
+            )
+        must_be_ours(os.fstat(found.fd), path)
+        if make and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise BackendError(f"{path}: this user may not write here; give it the permission, or name another folder")
+        return cls(os.open(".", _FOLDER, dir_fd=found.fd), path)
 
     @property
     def path(self) -> Path:
@@ -67,20 +113,59 @@ class Folder:
 
         With ``make`` it is made if missing, and replaces what is there and is no folder.
         """
-        with self._naming(name):
-            try:
-                fd = os.open(name, _FOLDER, dir_fd=self.fd)
-            except (FileNotFoundError, NotADirectoryError) as error:
-                if not make:
-                    raise
-                with contextlib.suppress(FileExistsError, IsADirectoryError):  # another process has made it meanwhile
-                    if isinstance(error, NotADirectoryError):
-                        os.unlink(name, dir_fd=self.fd)
-                    os.mkdir(name, 0o700, dir_fd=self.fd)
-                fd = os.open(name, _FOLDER, dir_fd=self.fd)
+        try:
+            fd = self._enter(name, _FOLDER, make)
+        except NotADirectoryError:
+            if not make:
+                raise
+            with self._naming(name), contextlib.suppress(FileNotFoundError, IsADirectoryError):  # others were faster
+                os.unlink(name, dir_fd=self.fd)
+            fd = self._enter(name, _FOLDER, make)
         inner = Folder(fd, *self._called, name)
+        inner._close_to_group()
         must_be_ours(os.fstat(fd), *inner._called)
         return inner
+
+    def _enter(self, name: str, flags: int, make: bool) -> int:
+        """A descriptor of the folder of that name in this one."""
+        with self._naming(name):
+            try:
+                return os.open(name, flags, dir_fd=self.fd)
+            except FileNotFoundError:
+                if not make:
+                    raise
+            try:
+                os.mkdir(name, 0o700, dir_fd=self.fd)
+            except FileExistsError:
+                pass  # another process was faster
+            except PermissionError:
+                raise BackendError(
+                    f"{self.path / name}: user {os.geteuid()} may not make this folder; {_way_out()}"
+                ) from None
+            return os.open(name, flags, dir_fd=self.fd)
+
+    def _close_to_group(self) -> bool:
+        """Close a folder that kubelet has opened to a group of this process. False if it has not.
+
+        It does so at each start of a pod, with all that lies in a volume with fsGroup. The files in the folder stay as
+        they are, by which they are known: the group may have changed them.
+        """
+        status = os.fstat(self.fd)
+        opened = status.st_uid == os.geteuid() and status.st_mode & 0o7022 == stat.S_ISGID | stat.S_IWGRP
+        if opened := opened and status.st_gid in os.getgroups():
+            os.chmod(".", stat.S_IMODE(status.st_mode) & ~0o077, dir_fd=self.fd)
+        return opened
+
+    def _link(self, name: str) -> str:
+        """Where a link in this folder leads. Raises NotOurs if others may have put it there."""
+        status = os.fstat(self.fd)
+        if not stat.S_ISLNK(self.status(name).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path / name))
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            raise NotOurs(
+                f"{self.path / name}: a link in a folder that others may write to; name the folder that it leads to"
+            )
+        return os.readlink(name, dir_fd=self.fd)
 
     def open(self, name: str, flags: int) -> int:
         """A descriptor of a regular file of this user's alone; a new one is readable by this user only.
@@ -126,6 +211,14 @@ class Folder:
             except FileNotFoundError:
                 return False
         return True
+
+    def remove_opened(self, name: str) -> None:
+        """Remove a file that kubelet has opened to a group, see `_close_to_group`."""
+        with contextlib.suppress(FileNotFoundError):
+            status, of_folder = self.status(name), os.fstat(self.fd)
+            opened = stat.S_ISREG(status.st_mode) and status.st_mode & 0o077 == 0o060
+            if opened and of_folder.st_mode & stat.S_ISGID and status.st_gid == of_folder.st_gid:
+                self.remove(name)
 
     def rename(self, name: str, to: Folder, new: str) -> None:
         """Rename a file to ``new`` in the folder ``to``, where it replaces whatever has that name."""
@@ -177,50 +270,33 @@ def why_no_file(status: os.stat_result) -> str:
 def is_ours(path: Path) -> bool:
     """Is there a folder of this user's, no link, that no other may write to?"""
     try:
-        must_be_ours(path.lstat(), path)
+        Folder.at(path)
     except (OSError, BackendError):
         return False
     return True
 
 
 def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
-    """Raise NotOurs if others could put frames there, or replace the folder: a checksum is no signature."""
+    """Raise NotOurs if others could put frames there: a checksum is no signature."""
+    path = Path(*called)
     if stat.S_ISLNK(status.st_mode):
-        raise NotOurs(f"{Path(*called)}: a link; name the folder itself")
+        raise NotOurs(f"{path}: a link; name the folder itself")
     if not stat.S_ISDIR(status.st_mode):
-        raise BackendError(f"{Path(*called)}: not a folder; name one")
+        raise BackendError(f"{path}: not a folder; name one")
     if status.st_uid != os.geteuid():
-        raise NotOurs(f"{Path(*called)}: belongs to user {status.st_uid}; kvtier uses only folders of its own user")
+        raise NotOurs(
+            f"{path}: belongs to user {status.st_uid}; kvtier uses only folders of its own user; {_way_out()}"
+        )
     if status.st_mode & 0o022:
         if status.st_mode & stat.S_ISVTX:  # others could make files there under the names of ours
-            raise NotOurs(f"{Path(*called)}: others may write to it; name a folder in it that is kvtier's alone")
-        raise _for_others(*called)
+            raise NotOurs(f"{path}: others may write to it; name a folder in it that is kvtier's alone")
+        raise NotOurs(f"{path}: others may write to it; remove that permission with chmod go-w")
 
 
-def make_safe(path: Path) -> None:
-    """Make a folder, and those above it, as far as they are missing. Raises BackendError if it is not safe to use."""
-    for folder in reversed((path, *path.parents)):  # mkdir(parents=True) would give the parents the mode of the umask
-        if not folder.exists():
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-    must_be_ours(path.lstat(), path)
-    parents_must_be_safe(path)
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise BackendError(f"{path}: this user may not write here; give it the permission, or name another folder")
-
-
-def parents_must_be_safe(path: Path) -> None:
-    """Raise NotOurs if others could rename a folder on the way to the path. sshd has the same rule for its keys.
-
-    Sticky folders such as /tmp are allowed: only the owner of an entry can rename it there.
-    """
-    for folder in Path(os.path.realpath(path.parent)).joinpath(path.name).parents:
-        status = os.stat(folder)
-        if status.st_uid not in (0, os.geteuid()):
-            why = f"belongs to user {status.st_uid}, who could replace {path} with another folder"
-            raise NotOurs(f"{folder}: {why}; use a folder of this user or of root")
-        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-            raise _for_others(folder)
+def _way_out() -> str:
+    """How this user gets a folder there."""
+    group = os.getegid() or os.geteuid()
+    return f"name a folder in it, chown it, or in a pod's spec write securityContext: {{fsGroup: {group}}}"
 
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
@@ -239,7 +315,3 @@ def backend_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise BackendError(f"{error.filename or path}: {error.strerror}") from error
-
-
-def _for_others(*called: Path | str) -> NotOurs:
-    return NotOurs(f"{Path(*called)}: others may write to it; remove that permission with chmod go-w")

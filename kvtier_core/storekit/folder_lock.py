@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.folder import Folder, make_safe
+from kvtier_core.storekit.folder import Folder
 
 
 class FolderLock:
@@ -24,7 +24,6 @@ class FolderLock:
 
     def take(self) -> Folder:
         """Make the folder if it is missing, lock it, and return it."""
-        make_safe(self.path)
         before, self._folder = self._folder, self._locked()
         if before is not None:
             _unlock(before)
@@ -75,7 +74,7 @@ class FolderLock:
         return held
 
     def _locked(self) -> Folder:
-        folder = Folder.at(self.path)
+        folder = Folder.at(self.path, make=True)
         try:
             fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -165,6 +165,18 @@ def test_check_tells_what_cannot_be_opened(folder, capsys):
     ]
 
 
+def test_check_says_which_tier_an_engine_would_start_without(folder, capsys):
+    (folder / "file").write_text("")
+    disk = "{type: disk, capacity: 1GiB, path: file, required: false}"
+    (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
+    problem = "kvtier.yaml:4: $.tiers[1]: file: not a folder; name one"
+    assert main(["check", "kvtier.yaml", "--open"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"an engine starts without it: {problem}"
+    assert main(["check", "kvtier.yaml", "--open", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["without"], list(told["opened"])) == ([problem], ["heap"])
+
+
 def test_check_shows_no_eviction_policy_of_a_shared_store(folder, capsys):
     disk = "{type: disk, capacity: 1GiB, path: store, shared: true}"
     (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")

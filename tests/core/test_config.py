@@ -486,6 +486,30 @@ def test_a_tier_that_cannot_start_closes_all(write):
     assert not threads()
 
 
+@pytest.mark.parametrize("fails", ["here", "path", "import", "scan"])
+def test_a_stack_goes_on_without_a_tier_that_is_not_required(write, fails, caplog):
+    write(f"""\
+        version: 1
+        tiers:
+          - {{type: cpu, capacity: 8MiB}}
+          - {{type: disk, path: /a, capacity: 1GiB, fails: {fails}, required: false}}
+          - {{type: disk, path: /b, capacity: 1GiB, required: false}}
+    """)
+    stack = open_stack(load(), CTX)
+    assert [usage.tier for usage in stack.usage()] == ["cpu", "disk#2"]
+    (said,) = [each for each in caplog.messages if "required" in each]
+    assert said.startswith("kvtier: disk: not opened, and not required: kvtier.yaml:4: $.tiers[1]")
+    opened = ["open cpu 8MiB", *(["open /a"] if fails == "scan" else []), "open /b"]
+    assert journal == [*opened, *(["close /a"] if fails == "scan" else [])]
+    stack.close()
+    assert sorted(journal[-2:]) == ["close /b", "close cpu"] and not threads()
+
+
+def test_only_a_store_tier_may_be_missing(write):
+    write("version: 1\ntiers: [{type: cpu, capacity: 8MiB, required: false}]")
+    assert complaints(load)[0].startswith("kvtier.yaml:2: $.tiers[0].required: ")
+
+
 # -- plugins that do not keep to the interfaces -----------------------------------------------------
 
 

@@ -112,8 +112,8 @@ MUTANTS = (
     Mutant(
         "a-memory-for-others",
         DIGEST_CACHE,
-        ' if is_ours(self._folder) else ""',
-        "",
+        "Folder.at(self._folder).open(self._name, os.O_RDONLY)",
+        "self._folder / self._name",
         WEIGHT_TESTS + "test_a_memory_that_others_could_write_to_is_not_believed",
     ),
     Mutant(

@@ -48,15 +48,15 @@ MUTANTS = (
     Mutant(
         "shared-stores-are-shown",
         "kvtier_core/config/compose.py",
-        "codec.is_raw and not self._shared and _has_peers",
-        "codec.is_raw and _has_peers",
+        "codec.is_raw and not self._shared and self.config.has_peers",
+        "codec.is_raw and self.config.has_peers",
         SHOWN_STORE_TESTS + "test_only_private_stores_of_frames_as_they_are_in_slots_are_shown",
     ),
     Mutant(
         "encoded-stores-are-shown",
         "kvtier_core/config/compose.py",
-        "codec.is_raw and not self._shared and _has_peers",
-        "not self._shared and _has_peers",
+        "codec.is_raw and not self._shared and self.config.has_peers",
+        "not self._shared and self.config.has_peers",
         SHOWN_STORE_TESTS + "test_only_private_stores_of_frames_as_they_are_in_slots_are_shown",
     ),
     Mutant(

@@ -11,6 +11,7 @@ DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
 SHARED_SPACE = "kvtier_core/storekit/shared_space.py"
 SHARED_SPACE_TESTS = "tests/core/test_shared_space.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
+VOLUMES = "tests/server/test_volumes.py::"
 
 MUTANTS = (
     Mutant(
@@ -91,11 +92,46 @@ MUTANTS = (
         GDS_SECURITY + "test_a_file_that_is_not_the_tiers_alone_is_refused_untouched",
     ),
     Mutant(
-        "folders-above-are-anybodys",
+        "any-link-on-the-way",
         STOREKIT + "/folder.py",
-        "    parents_must_be_safe(path)\n",
-        "",
-        DISK_SECURITY + "test_a_folder_above_that_others_may_write_to_is_refused",
+        "        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:\n",
+        "        if False:\n",
+        DISK_SECURITY + "test_a_link_on_the_way_is_followed_only_where_nobody_else_could_have_put_it",
+    ),
+    Mutant(
+        "a-volume-is-the-tiers-folder",
+        STOREKIT + "/folder.py",
+        "shared = os.path.ismount(path) and path.lstat().st_mode & 0o022",
+        "shared = False",
+        VOLUMES + "test_a_tier_whose_path_is_the_volume_has_a_folder_of_its_own_in_it",
+    ),
+    Mutant(
+        "slabs-that-a-group-may-have-changed",
+        "plugins/kvtier_gds/kvtier_gds/slab.py",
+        "                self.folder.remove_opened(name)\n",
+        "                pass\n",
+        VOLUMES + "test_frames_that_kubelet_opened_to_a_group_are_not_used_and_the_tiers_start_all_the_same",
+    ),
+    Mutant(
+        "folders-that-any-group-may-write-to",
+        STOREKIT + "/folder.py",
+        "        if opened := opened and status.st_gid in os.getgroups():\n",
+        "        if opened:\n",
+        VOLUMES + "test_a_folder_that_was_opened_to_a_group_of_others_is_refused",
+    ),
+    Mutant(
+        "memory-of-any-folder",
+        "kvtier_core/server/kept/journal.py",
+        "        if inode not in [entry.inode() for entry in self._folder.entries()]:\n",
+        "        if False:\n",
+        "tests/server/test_kept_memory.py::test_memory_of_another_folder_than_the_locked_one_is_not_used",
+    ),
+    Mutant(
+        "a-missing-tier-is-always-optional",
+        "kvtier_core/config/compose.py",
+        "        if isinstance(opening.tier, ArenaTierConfig) or opening.tier.required:\n",
+        "        if isinstance(opening.tier, ArenaTierConfig):\n",
+        "tests/core/test_config.py::test_all_tiers_open_or_none_and_every_reason_is_reported",
     ),
     Mutant(
         "any-folder-inside",
@@ -128,8 +164,8 @@ MUTANTS = (
     Mutant(
         "reports-behind-a-link",
         STOREKIT + "/folder.py",
-        "must_be_ours(path.lstat(), path)\n    except",
-        "must_be_ours(path.stat(), path)\n    except",
+        "if not names or links > _MAX_LINKS:",
+        "if links > _MAX_LINKS:",
         BESIDE + "test_a_folder_that_others_could_write_to_is_not_believed",
     ),
     Mutant(

@@ -144,6 +144,15 @@ def test_a_server_killed_before_any_step_leaves_what_is_whole(steps, tmp_path, k
         wait_until(lambda: at_rest(third.server))
 
 
+def test_memory_of_another_folder_than_the_locked_one_is_not_used(keep, tmp_path):
+    """Whoever may write to the folder above can swap two folders of this user between two steps of a start."""
+    (tmp_path / "memory").touch()
+    locked = journal.Journal(keep, b"")
+    with pytest.raises(BackendError, match=f"{keep}: another folder than the one that was locked"):
+        locked.begin((tmp_path / "memory").stat().st_ino)
+    locked.close()
+
+
 def test_slots_of_a_hung_worker_stay_as_they_are_until_it_has_ended(tmp_path, keep, attached):
     path = tmp_path / "kvtier.sock"
     half = [step.__name__ for step in STEPS].index("fills_the_rest")

@@ -22,6 +22,7 @@ import attrs
 import msgspec
 from msgspec import Struct
 
+from kvtier_core.errors import BackendError
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.server.protocol import Key, Opening, encode
 from kvtier_core.storekit.folder_lock import FolderLock
@@ -127,8 +128,11 @@ class Journal:
         """Read the records of the memory in the file ``inode`` into `spaces`, and record its changes from now on.
 
         False if the contents of its slots are not known. Then nothing is recorded before `resume`: the next server must
-        not believe that they are free. Raises OSError.
+        not believe that they are free. Raises OSError; BackendError if the file is not in the locked folder, for then
+        another server may have that memory.
         """
+        if inode not in [entry.inode() for entry in self._folder.entries()]:
+            raise BackendError(f"{self.path}: another folder than the one that was locked; nothing in it is used")
         self._inode = inode
         try:
             with open(self._folder.open(_NAME, os.O_RDONLY), "rb") as file:

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import attrs
 
 from kvtier_core.interfaces import Backend, BackendConfig, Medium, OpenContext, Stored
-from kvtier_core.storekit.folder import own_folder, own_folders
+from kvtier_core.storekit.folder import own_folder, own_folders, place_in
 from kvtier_core.types import Nbytes
 
 
@@ -40,7 +40,7 @@ class DiskConfig(BackendConfig):
 
         direct, io, min_free = self.direct, self.io, self.min_free
         if self.shared:
-            return SharedDiskBackend(self.path, ctx, direct=direct, io=io, min_free=min_free)
+            return SharedDiskBackend(place_in(self.path), ctx, direct=direct, io=io, min_free=min_free)
         path = own_folder(self.path, ctx)
         return DiskBackend(path, ctx, direct=direct, io=io, min_free=min_free, quarantine=self.quarantine)
 
@@ -49,7 +49,7 @@ class DiskConfig(BackendConfig):
         from kvtier_disk.walk import everything_in, everything_shared_in
 
         if self.shared:
-            yield everything_shared_in(self.path)
+            yield everything_shared_in(place_in(self.path))
             return
         folders = own_folders(self.path)
         with contextlib.ExitStack() as locks:
@@ -58,4 +58,5 @@ class DiskConfig(BackendConfig):
     def recount(self, capacity: Nbytes) -> None:
         from kvtier_disk.shared_account import recount_folder
 
-        recount_folder(self.path, capacity)  # counted anew: others may have written since these bytes were counted
+        # Counted anew: others may have written since these bytes were counted.
+        recount_folder(place_in(self.path), capacity)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.folder import Folder, make_safe
+from kvtier_core.storekit.folder import Folder
 
 #: The file in the folder which says that it is shared; it also holds the account of a capacity.
 SHARED = ".kvtier-shared"
@@ -42,8 +42,7 @@ class SharedFolder:
 
     def take(self) -> Folder:
         """Make the folder if it is missing, mark it as shared, and return it."""
-        make_safe(self.path)
-        folder = Folder.at(self.path)
+        folder = Folder.at(self.path, make=True)
         self._know(folder)
         return folder
 

@@ -202,32 +202,47 @@ def test_a_folder_that_somebody_else_made_inside_is_not_used(folder, whose):
     disk.close()
 
 
-@pytest.mark.parametrize("open_to", [0o770, 0o707, 0o777], ids=oct)
-def test_a_folder_above_that_others_may_write_to_is_refused(tmp_path, open_to):
-    """They could put another folder in its place, whoever it belongs to."""
+@pytest.mark.parametrize(("owner", "open_to"), [(None, 0o770), (None, 0o777), (STRANGER, 0o755)])
+def test_others_may_write_to_a_folder_above(tmp_path, owner, open_to):
+    """They can rename the tier's folder, but neither make one of this user nor put files into it."""
     (tmp_path / "above" / "between").mkdir(parents=True)
     (tmp_path / "above").chmod(open_to)
-    with pytest.raises(BackendError, match=f"{tmp_path}/above: others may write to it; .*chmod go-w"):
-        open_disk(tmp_path / "above" / "between" / "kv")
-    (tmp_path / "above").chmod(0o1777)
-    open_disk(tmp_path / "above" / "between" / "kv").close()
+    if owner is not None:
+        if os.geteuid() != 0:
+            pytest.skip("only root may give a folder away")
+        os.chown(tmp_path / "above", owner, owner)
+    disk = open_disk(tmp_path / "above" / "between" / "kv")
+    write(disk)
+    assert read(disk) == make_frame(KEY, nbytes=NBYTES)
+    disk.close()
 
 
-@only_root
-def test_a_folder_above_that_is_somebody_elses_is_refused(tmp_path):
-    (tmp_path / "above").mkdir(mode=0o755)
-    os.chown(tmp_path / "above", STRANGER, STRANGER)
-    with pytest.raises(BackendError, match=f"{tmp_path}/above: belongs to user {STRANGER}, who could replace"):
-        open_disk(tmp_path / "above" / "kv")
+@pytest.mark.parametrize("open_to", [0o777, 0o1777], ids=oct)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_a_link_on_the_way_is_followed_only_where_nobody_else_could_have_put_it(tmp_path, elsewhere, open_to, shared):
+    (tmp_path / "links").mkdir(mode=0o755)
+    for name, target in (("absolute", elsewhere), ("relative", "../elsewhere"), ("again", "relative")):
+        (tmp_path / "links" / name).symlink_to(target)
+        ctx = make_context(namespace=make_namespace())
+        DiskConfig(path=tmp_path / "links" / name / f"kv-{name}", shared=shared).open(ctx).close()
+        assert (elsewhere / f"kv-{name}").is_dir()
+    (tmp_path / "links").chmod(open_to)
+    with pytest.raises(BackendError, match=f"{tmp_path}/links/again: a link in a folder that others may write to"):
+        DiskConfig(path=tmp_path / "links/again/kv", shared=shared).open(make_context(namespace=make_namespace()))
+    assert not (elsewhere / "kv").exists()
 
 
-def test_the_way_through_a_link_counts_too(tmp_path):
-    """The target of a link on the way is a folder above."""
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    (tmp_path / "link").symlink_to(tmp_path / "open")
-    with pytest.raises(BackendError, match=f"{tmp_path}/open: others may write to it"):
-        open_disk(tmp_path / "link" / "kv")
+def test_links_that_lead_to_each_other_end(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(BackendError, match="a link; name the folder itself"):
+        open_disk(tmp_path / "a" / "kv")
+
+
+def test_a_file_on_the_way_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(BackendError, match=f"{tmp_path}/file: Not a directory"):
+        open_disk(tmp_path / "file" / "kv")
 
 
 @pytest.mark.parametrize("swap", ["path", "home", "shard"])

@@ -65,6 +65,8 @@ class Slab:
             undoing.callback(self._lock.release)
             self.folder: Folder = self._lock.take()
             remove_probes(self.folder)
+            for name in (FRAMES, TABLE):
+                self.folder.remove_opened(name)
             self.direct, self.ring = effective_access(path, self.folder, direct=direct, io=io)
             flags = os.O_RDWR | os.O_CREAT
             self.fd = self.folder.open(FRAMES, flags | (os.O_DIRECT if self.direct else 0))
