@@ -246,9 +246,9 @@ MUTANTS = (
     ),
     Mutant(
         "an-account-without-a-lock",
-        DISK + "/shared_account.py",
-        "return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "return None",
+        "kvtier_core/storekit/folder_lock.py",
+        "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
         SHARED_CAPACITY + "test_three_processes_never_exceed_the_capacity_and_the_oldest_leave",
     ),
     Mutant(
