@@ -25,7 +25,23 @@ DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 SHARED_DISK = "plugins/kvtier_disk/tests/test_shared_disk.py::"
 SHARED_CAPACITY = "plugins/kvtier_disk/tests/test_shared_capacity.py::"
 
+KEEP = "plugins/kvtier_cpu/tests/test_cpu_keep.py::"
+
 MUTANTS = (
+    Mutant(
+        "kept-memory-without-room",
+        "plugins/kvtier_cpu/kvtier_cpu/segment.py",
+        "if system.f_blocks and placement.nbytes > room:",
+        "if False:",
+        KEEP + "test_memory_that_is_kept_outlives_a_larger_capacity_that_does_not_fit",
+    ),
+    Mutant(
+        "half-of-the-memory-stays",
+        "plugins/kvtier_cpu/kvtier_cpu/segment.py",
+        "undo.callback(self._folder.remove, _NAME)",
+        "pass",
+        KEEP + "test_memory_that_fails_half_way_leaves_nothing_allocated",
+    ),
     Mutant(
         "peers-that-hang-are-asked-again",
         PEERS + "/peer.py",
