@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from kvtier_core import errors, hookspecs, interfaces, layouts, types
+from kvtier_core.forks import ProcessBound
 from kvtier_core.storekit import shared_space
 from kvtier_core.transfer import host_mover
 
@@ -48,7 +49,8 @@ def _of_names(module: Any, names: Any) -> Iterator[str]:
         value = getattr(module, name)
         path = f"{module.__name__}.{name}"
         if inspect.isclass(value):
-            yield f"{path}: class({', '.join(base.__name__ for base in value.__bases__)})"
+            bases = [base for base in value.__bases__ if base is not ProcessBound] or [object]  # it asks for nothing
+            yield f"{path}: class({', '.join(base.__name__ for base in bases)})"
             yield from (f"{path}.{line}" for line in _of_class(value))
         elif inspect.isfunction(value):
             yield f"{path}{_signature(value)}"

@@ -17,7 +17,7 @@ CORE = "kvtier_core"
 
 #: From the ground up.
 FLOORS = [
-    "errors types packed_form layouts native _native",
+    "forks errors types packed_form layouts native _native",
     "interfaces hookspecs",
     "frames transfer storekit",
     "stack",

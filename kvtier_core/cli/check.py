@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import os
 from collections.abc import Iterator
@@ -14,10 +15,16 @@ import attrs
 from kvtier_core.cli import machine, tiers
 from kvtier_core.cli.host_files import stack_in
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
-from kvtier_core.config.compose import check_quality
+from kvtier_core.config.compose import check_quality, open_token_database
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.engine.observers import Observers
+from kvtier_core.engine.startup import open_beside
+from kvtier_core.engine.status.page import socket_path
+from kvtier_core.engine.status.server import Server
+from kvtier_core.engine.worker_reports import runtime_folders
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import Medium
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.types import EnvSecret, Nbytes
 
 
@@ -28,7 +35,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--open",
         action="store_true",
-        help="open every tier as an engine would, and close it: what became of each setting",
+        help="open what an engine opens when it starts, and close it: what became of each setting",
     )
     parser.add_argument("--model", type=Path, help="the folder of a model: how much of it fits, and is there room?")
     parser.set_defaults(run=run)
@@ -54,16 +61,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         if options.model:
             lacking = _say_sizes(config, token, output)
         if options.open:
-            without: list[Problem] = []
-            with tiers.opened(config, layout, range(len(config.tiers)), without) as opened:
-                facts = {each.tier.name: dict(each.store.facts()) for each in opened}
-            _say_facts(facts, output)
-            if without:
-                output.value["without"] = list(map(str, without))
-                output.say(*(output.paint(f"an engine starts without it: {problem}", "bad") for problem in without))
-            if config.server:
-                tiers.ask_server(config)
-                output.say(f"server: {config.server} answers")
+            _open(config, layout, output)
     except ConfigError as error:
         output.fail(error)
         return PROBLEMS
@@ -71,6 +69,42 @@ def run(options: argparse.Namespace, output: Output) -> int:
         return PROBLEMS
     output.warn(f"{options.file}: no problems" + ("" if options.open else "; --open also opens its tiers"))
     return FINE
+
+
+def _open(config: StackConfig, layout: ChunkLayout, output: Output) -> None:
+    """Open what an engine opens when it starts, say what came of it, and leave no trace. Raises ConfigError."""
+    trial = attrs.evolve(tiers.context(layout), trial=True)
+    without: list[Problem] = []
+    made = [folder for each in (*config.observers, config.record) for folder in tiers.folders(each)]
+    with tiers.no_new_folders([*made, *runtime_folders()]), contextlib.ExitStack() as closing:
+        open_token_database(config, trial.namespace)
+        opened = closing.enter_context(tiers.opened(config, layout, range(len(config.tiers)), without, trial=True))
+        recorder, observers = open_beside(config, trial)
+        if recorder:
+            closing.callback(recorder.path.unlink)
+            closing.callback(recorder.close)
+        closing.callback(Observers(observers).close)
+        _say_facts({each.tier.name: dict(each.store.facts()) for each in opened}, output)
+        output.say(*(f"{name}: opened" for name, _ in observers))
+        if without:
+            output.value["without"] = list(map(str, without))
+            output.warn(*(f"{problem}; an engine starts without it" for problem in without))
+        for what, why in _goes_without(config):
+            output.warn(f"{what}: {why}; an engine starts all the same")
+
+
+def _goes_without(config: StackConfig) -> Iterator[tuple[str, str]]:
+    """What an engine lacks when it starts, and why."""
+    if config.server:
+        try:
+            tiers.ask_server(config)
+        except ConfigError as error:
+            yield "server", f"{error.problems[0].why}, so that everything is computed until it is there"
+    if config.status != "off":
+        try:
+            Server(socket_path(config.status), lambda asked: None).close()
+        except OSError as error:
+            yield "status", f"no socket can be opened: {error}"
 
 
 def _say_facts(facts: dict[str, dict[str, str]], output: Output) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier_core.cli.output import FINE, Output
+from kvtier_core.cli.tiers import no_new_folders
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import UNIX, StackConfig
 from kvtier_core.config.registry import Registry
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     try:
         from kvtier_core.server.memory import probe
         from kvtier_core.server.server import Server
-        from kvtier_core.server.spaces import Spaces
+        from kvtier_core.server.spaces import check
         from kvtier_core.server.tenants import Quota
     except ImportError as error:
         raise BackendError(f"kvtier serve needs {error.name}: pip install 'kvtier[serve]'") from error
@@ -67,9 +68,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
     config = load_config(options.config, Registry.discover())
     _check(config)
     if options.check:
-        spaces = Spaces(config, lambda: None)
-        output.say(*spaces.describe())
-        spaces.close(0.0)
+        with no_new_folders(tier.keep for tier in config.arenas if tier.keep):
+            output.say(*check(config))
         return FINE
     quotas = [(model, Quota(*sizes)) for model, sizes in map(_model_quota, options.model_quota)]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

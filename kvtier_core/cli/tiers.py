@@ -14,7 +14,7 @@ import attrs
 from kvtier_core.cli.output import Output
 from kvtier_core.config.compose import OpenedTier, open_tiers
 from kvtier_core.config.load import load_config
-from kvtier_core.config.model import UNIX, ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.model import UNIX, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.errors import BackendError, ConfigError, Problem
@@ -101,35 +101,51 @@ def ask_server(config: StackConfig) -> None:
     try:
         probe(Path((config.server or "").removeprefix(UNIX)))
     except BackendError as error:
-        why = f"{error}. An engine starts all the same, and computes everything until it is there"
-        raise ConfigError([config.problem("$.server", why, "start it with kvtier serve")]) from error
+        raise ConfigError([config.problem("$.server", str(error), "start it with kvtier serve")]) from error
 
 
 @contextlib.contextmanager
 def opened(
-    config: StackConfig, layout: ChunkLayout, numbers: Iterable[int], problems: list[Problem] | None = None
+    config: StackConfig,
+    layout: ChunkLayout,
+    numbers: Iterable[int],
+    without: list[Problem] | None = None,
+    *,
+    trial: bool = False,
 ) -> Iterator[list[OpenedTier]]:
     """Tiers by their numbers, opened as an engine would, in a namespace that nobody else has; nothing of it is left.
 
-    What is written to them is for the caller to delete. Raises ConfigError if one cannot be opened; but the problems
-    of one that is not required are added to ``problems``, if that is a list.
+    What is written to them is for the caller to delete; in a ``trial`` nothing is. Raises ConfigError if one cannot be
+    opened; but the problems of one that is not required are added to ``without``, if that is a list.
     """
     numbers = list(numbers)
-    ctx = OpenContext(Namespace.of({"check": secrets.token_hex(16)}), layout)
-    missing = [folder for number in numbers for folder in _missing_folders(config.tiers[number])]
+    ctx = attrs.evolve(context(layout), trial=trial)
     tiers: list[OpenedTier] = []
     collector, of_optional = ProblemCollector(), ProblemCollector()
+    with contextlib.ExitStack() as closing:
+        closing.enter_context(no_new_folders(path for number in numbers for path in folders(config.tiers[number])))
+        for number in numbers:
+            optional = without is not None and not getattr(config.tiers[number], "required", True)
+            with of_optional if optional else collector:
+                tiers += closing.enter_context(open_tiers(config, [number], ctx))
+                closing.callback(_drop, tiers[-1])
+        collector.raise_if_any()
+        if without is not None:
+            without += of_optional.problems
+        yield tiers
+
+
+def context(layout: ChunkLayout) -> OpenContext:
+    """That of a namespace which nobody else has."""
+    return OpenContext(Namespace.of({"check": secrets.token_hex(16)}), layout)
+
+
+@contextlib.contextmanager
+def no_new_folders(paths: Iterable[Path]) -> Iterator[None]:
+    """Remove the folders that were not there before, and are empty at the end."""
+    missing = [each for path in paths for each in (path, *path.parents) if not each.exists()]
     try:
-        with contextlib.ExitStack() as closing:
-            for number in numbers:
-                optional = problems is not None and not getattr(config.tiers[number], "required", True)
-                with of_optional if optional else collector:
-                    tiers += closing.enter_context(open_tiers(config, [number], ctx))
-                    closing.callback(_drop, tiers[-1])
-            collector.raise_if_any()
-            if problems is not None:
-                problems += of_optional.problems
-            yield tiers
+        yield
     finally:
         for folder in missing:
             with contextlib.suppress(OSError):  # somebody uses it now
@@ -142,17 +158,14 @@ def _drop(tier: OpenedTier) -> None:
             tier.store.drop_namespace()
 
 
-def folders(tier: ArenaTierConfig | StoreTierConfig) -> list[Path]:
-    """The paths among the settings of a tier."""
-    values = (getattr(tier.config, field.name) for field in attrs.fields(type(tier.config)))
-    return [place_in(value) for value in values if isinstance(value, Path)]
+def folders(settings: Any) -> list[Path]:
+    """The paths among the settings of a tier, an observer or a recorder."""
+    settings = getattr(settings, "config", settings)
+    values = [getattr(settings, field.name) for field in attrs.fields(type(settings))] if settings else []
+    several = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [place_in(each) for value in several for each in value if isinstance(each, Path)]
 
 
 def nearest(folder: Path) -> Path:
     """The folder itself, or the nearest one above it that is there."""
     return next(each for each in (folder, *folder.absolute().parents) if each.exists())
-
-
-def _missing_folders(tier: ArenaTierConfig | StoreTierConfig) -> list[Path]:
-    """The folders that opening the tier would make, the innermost first."""
-    return [each for path in folders(tier) for each in (path, *path.parents) if not each.exists()]

@@ -181,16 +181,17 @@ def packs(config: StackConfig, device: str) -> bool:
     return all(tier.packing == "auto" and device in tier.config.packs for tier in config.arenas)
 
 
-def open_arena(config: StackConfig, number: int, closing: contextlib.ExitStack) -> AllocatorBackend:
+def open_arena(
+    config: StackConfig, number: int, closing: contextlib.ExitStack, *, trial: bool = False
+) -> AllocatorBackend:
     """The memory of an arena alone, which no stack divides into slots yet; ``closing`` closes it.
 
     Raises ConfigError, also if other processes cannot map it.
     """
     tier = config.tiers[number]
     page = KVGroup("memory", KVKind.FULL_ATTENTION, (FRAME_ALIGNMENT,), 1, "uint8", KVStructure.OPAQUE)
-    context = OpenContext(
-        Namespace.of({}), ChunkLayout([page], 1), tier.capacity, keep=tier.keep and place_in(tier.keep)
-    )
+    lasting = {"keep": tier.keep and place_in(tier.keep), "trial": trial}
+    context = OpenContext(Namespace.of({}), ChunkLayout([page], 1), tier.capacity, **lasting)
     memory = _Opening(config, number, tier, _REAL, closing).store(context)
     if not isinstance(memory, SupportsSharing):
         why = f"the memory of {tier.source.plugin} cannot be shared with other processes (SupportsSharing)"

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces import Observer
 from kvtier_core.transfer.io_pool import IOPool, Outcome, Pool, run, run_aside, run_within
 from kvtier_core.types import Event
@@ -21,7 +22,7 @@ _SLOW = 5.0
 _CLOSE_TIMEOUT = 2.0
 
 
-class Observers:
+class Observers(ProcessBound):
     """The observers of one engine. Call every method on the owner's thread; none waits but `close`."""
 
     def __init__(self, opened: Iterable[tuple[str, Observer]] = (), pool: Callable[[str, int], Pool] = IOPool):

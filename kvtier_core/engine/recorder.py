@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import ConfigError
+from kvtier_core.forks import ProcessBound
 from kvtier_core.transfer.io_pool import IOPool, Outcome
 from kvtier_core.types import ChunkKey, Nbytes
 
@@ -28,7 +29,7 @@ _MAX_WAITING = 1000
 _CLOSE_TIMEOUT = 1.0
 
 
-class Recorder:
+class Recorder(ProcessBound):
     """One recording. Call every method on the scheduler's thread; the file is written on a thread of its own."""
 
     def __init__(self, config: StackConfig, replicas: int = 1, clock: Callable[[], float] = time.monotonic):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -27,6 +27,7 @@ from kvtier_core.engine.scheduler.waiting import Waiting
 from kvtier_core.engine.starvation import Starvation
 from kvtier_core.engine.status.page import StatusPage
 from kvtier_core.engine.step import BlockTables, ScheduledRequest, Step, StepResult
+from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Stack
@@ -48,7 +49,7 @@ _ASK_AGAIN, _ASK_AGAIN_SHARE = 0.025, 0.25
 _IDLE_WAIT = 1e-3
 
 
-class SchedulerSide:
+class SchedulerSide(ProcessBound):
     """Call every method on the scheduler's thread, which owns the stack.
 
     The engine calls `arrived` for each request, `match` and `admitted` when it is about to start it, `finished` when it
@@ -56,6 +57,8 @@ class SchedulerSide:
 
     With draft layers the KV of a position depends on ``lookahead`` tokens behind it, too. So does the key of a chunk.
     """
+
+    closing: ClassVar = {"close": lambda: None, "abandon": lambda: None}
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from kvtier_core.engine.ranks import Ranks
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.errors import ConfigError
-from kvtier_core.interfaces import OpenContext
+from kvtier_core.interfaces import Observer, OpenContext
 from kvtier_core.stack.interface import Stack
 from kvtier_core.types import Namespace, Nbytes
 
@@ -81,12 +81,14 @@ class Engine:
         self, config: StackConfig, context: OpenContext, before_start: Namespace, device: str, *, asked: int | str
     ) -> SchedulerSide:
         """Open the stack; ``asked`` is ``chunk_tokens`` as it was configured."""
-        recorder = Recorder(config, context.replicas) if config.record else None
-        observers = Observers(open_observers(config, context))
+        recorder, observed = open_beside(config, context)
+        observers = Observers(observed)
         try:
             stack = self._open_stack(config, context, device)
         except ConfigError:
             observers.close()
+            if recorder:
+                recorder.close()
             raise
         self._log_stack(stack, config, context, before_start, asked)
         if cold := stack.why_cold():
@@ -146,6 +148,16 @@ class Engine:
         logger.info(line, *digests)
         for fact in context.namespace.facts:
             logger.debug("kvtier: identity: %s: %s", *fact)
+
+
+def open_beside(config: StackConfig, context: OpenContext) -> tuple[Recorder | None, list[tuple[str, Observer]]]:
+    """What an engine opens beside its stack: a recorder and observers. Raises ConfigError; then none stays open."""
+    observers = open_observers(config, context)
+    try:
+        return Recorder(config, context.replicas) if config.record else None, observers
+    except ConfigError:
+        Observers(observers).close()
+        raise
 
 
 def _missing_mover(config: StackConfig, device: str) -> str:

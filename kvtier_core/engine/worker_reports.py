@@ -68,12 +68,7 @@ def runtime_folder() -> Path:
     It is in XDG_RUNTIME_DIR; without one in the folder for temporary files, or in this user's folder of caches where
     another user has taken its name. Raises OSError if no folder is this user's alone.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and is_ours(Path(runtime)):
-        folders = [Path(runtime) / "kvtier"]
-    else:
-        cached = cache_folder("run")
-        folders = [Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}", *([cached] if cached else [])]
+    folders = runtime_folders()
     for folder in folders:
         with contextlib.suppress(OSError, BackendError):
             Folder.at(folder, make=True)
@@ -81,6 +76,15 @@ def runtime_folder() -> Path:
     why = "cannot be made, or is not this user's alone"
     way_out = "set XDG_RUNTIME_DIR, for the engine and for kvtier's commands, to a folder of this user's with mode 0700"
     raise PermissionError(f"{' and '.join(map(str, folders))}: {why}; {way_out}")
+
+
+def runtime_folders() -> list[Path]:
+    """Where `runtime_folder` may be; it is made if none of them is there."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and is_ours(Path(runtime)):
+        return [Path(runtime) / "kvtier"]
+    cached = cache_folder("run")
+    return [Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}", *([cached] if cached else [])]
 
 
 def _read(folder: Folder, name: str) -> WorkerReport:

@@ -17,6 +17,7 @@ from kvtier_core.engine.log_limit import LogLimit
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.self_test import LayerCaches, try_copies
 from kvtier_core.engine.starvation import Starvation
+from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces import DirectReader, Mover, PagedKVCache, PageList
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.transfer.io_pool import run
@@ -71,7 +72,7 @@ class Weights(Protocol):
         """Compare with the weights as they are now."""
 
 
-class WorkerSide:
+class WorkerSide(ProcessBound):
     """Carries out step plans through one mover per arena. A transfer that cannot be carried out has failed.
 
     Call every method on the thread that enqueues the engine's forwards.

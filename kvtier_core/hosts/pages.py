@@ -20,6 +20,7 @@ import attrs
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import ContractError
+from kvtier_core.forks import ProcessBound
 from kvtier_core.hosts.page_stack import PageStack
 from kvtier_core.transfer.io_pool import run, run_aside
 from kvtier_core.types import Namespace
@@ -124,7 +125,7 @@ class _Contains(_Job):
         return 0
 
 
-class PageStore:
+class PageStore(ProcessBound):
     """Pages of ``page_nbytes`` each. Any thread may call any method; only `cancel`, `renew` and `close` wait.
 
     `put`, `get` and `contains` return a ticket, and `poll` its `Result`, once, not much later than the configuration's

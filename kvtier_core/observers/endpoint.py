@@ -116,9 +116,6 @@ class Endpoint(Observer):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-        if self._path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._path.unlink()
 
 
 class _Handler(MetricsHandler):

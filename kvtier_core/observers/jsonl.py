@@ -64,8 +64,9 @@ class JsonLines(Observer):
         self._longest = max(_SHORTEST, config.capacity // (_FILES * ctx.replicas))  # of a file
         self._file = -1
         self._room = 0
+        self._trial = ctx.trial
         config.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for file in self._files():
+        for file in self._files() if not ctx.trial else ():
             with _locked(file) as descriptor:
                 if descriptor is not None:
                     _cut_off_half_a_line(descriptor)
@@ -86,6 +87,8 @@ class JsonLines(Observer):
 
     def close(self) -> None:
         """Close the file."""
+        if self._trial:
+            (self._folder / self._name).unlink()
         os.close(self._file)
 
     def _line(self, event: Event, now: float) -> bytes:
@@ -112,9 +115,9 @@ class JsonLines(Observer):
             os.close(self._file)
             self._file = -1
         self._make_room()
-        name = f"{time.time_ns():020}-{secrets.token_hex(4)}.kvtier-events.jsonl"
+        self._name = f"{time.time_ns():020}-{secrets.token_hex(4)}.kvtier-events.jsonl"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._file = os.open(self._folder / name, flags, 0o600)
+        self._file = os.open(self._folder / self._name, flags, 0o600)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._room = self._longest
 
@@ -129,7 +132,8 @@ class JsonLines(Observer):
                 return
             with contextlib.suppress(FileNotFoundError), _locked(file) as descriptor:
                 if descriptor is not None:
-                    file.unlink()
+                    if not self._trial:
+                        file.unlink()
                     del sizes[file]
         if sum(sizes.values()) + self._longest > self._capacity:
             raise OSError(f"{len(sizes)} engines write to {self._folder}, and their files fill its {self._capacity}")

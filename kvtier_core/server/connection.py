@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvtier_core.forks import ProcessBound
 from kvtier_core.server.protocol import HEADER, LONGEST, PREAMBLE, Header, ProtocolError, check_preamble
 
 #: Bytes that are received at a time.
@@ -25,7 +26,7 @@ class Closed(ProtocolError):
     """The other side has closed the connection."""
 
 
-class Connection:
+class Connection(ProcessBound):
     """Messages over a Unix socket. Each method but `close` raises ProtocolError if the connection is unusable."""
 
     def __init__(self, sock: socket.socket):

@@ -31,6 +31,7 @@ from starlette.routing import Route
 
 from kvtier_core.builtin.chained import Chained
 from kvtier_core.errors import ContractError
+from kvtier_core.forks import ProcessBound
 from kvtier_core.observers.endpoint import Values
 from kvtier_core.observers.readings import Readings
 from kvtier_core.server.lent_arena import LentArena
@@ -330,7 +331,7 @@ OPERATIONS = (
 )
 
 
-class HTTP:
+class HTTP(ProcessBound):
     """Serves until it is closed, on a thread."""
 
     def __init__(self, server: Server, host: str, port: int):

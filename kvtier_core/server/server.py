@@ -19,6 +19,7 @@ import attrs
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import KvtierError
+from kvtier_core.forks import ProcessBound
 from kvtier_core.server.connection import Closed, Connection, credentials, peer_process
 from kvtier_core.server.protocol import DONE, NAMES, REFUSED, Header, Opened, Opening, ProtocolError, arguments, encode
 from kvtier_core.server.sessions import Session
@@ -52,7 +53,7 @@ class _Peer:
     closed: bool = False
 
 
-class Server:
+class Server(ProcessBound):
     """Serves from `open` to `close`. One thread calls every method but `wake` and `stop`."""
 
     def __init__(self, config: StackConfig, path: Path, quota: Quota = UNBOUNDED):
@@ -73,7 +74,6 @@ class Server:
             self._listener = owner_socket.listen(path, _BACKLOG)
             closing.pop_all()
         self._listener.setblocking(False)
-        self._inode = path.lstat().st_ino
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_up, selectors.EVENT_READ, self._woken)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -123,13 +123,10 @@ class Server:
 
     def close(self, timeout: float) -> None:
         """Hang up, and give writes under way ``timeout`` seconds. Engines go on without the tiers."""
-        with contextlib.suppress(OSError):
-            if self.path.lstat().st_ino == self._inode:
-                self.path.unlink()
+        self._listener.close()
         for peer in list(self._peers):
             self._hang_up(peer, "")
             self._forget(peer)
-        self._listener.close()
         self.spaces.close(timeout)
         self._selector.close()
         os.close(self._wake_up)

@@ -101,11 +101,7 @@ class Spaces:
 
     def describe(self) -> list[str]:
         """A line for each arena, and for each tier below them."""
-        lines = []
-        for memory in self.memories:
-            facts = "".join(f", {name}: {fact}" for name, fact in memory.backend.facts().items())
-            lines.append(f"{memory.tier.name}: {memory.tier.capacity}{facts}")
-        return lines + [f"{tier.name}: opens when the first engine connects" for tier in self._config.stores]
+        return _described(self._config, self.memories)
 
     def __iter__(self) -> Iterator[Space]:
         return iter(self._spaces.values())
@@ -275,16 +271,33 @@ def _recall(stack: StorageManager, arena: LentArena, slots: range) -> None:
     stack.evicted(arena, arena.recall(slots), "for another model")
 
 
-def _memory(config: StackConfig, number: int, tenants_key: bytes, closing: contextlib.ExitStack) -> Memory:
+def check(config: StackConfig) -> list[str]:
+    """What `Spaces` would describe. Memory that is kept stays as it is. Raises ConfigError."""
+    with contextlib.ExitStack() as closing:
+        memories = [_memory(config, number, b"", closing, trial=True) for number, _ in enumerate(config.arenas)]
+        return _described(config, memories)
+
+
+def _described(config: StackConfig, memories: Iterable[Memory]) -> list[str]:
+    lines = []
+    for memory in memories:
+        facts = "".join(f", {name}: {fact}" for name, fact in memory.backend.facts().items())
+        lines.append(f"{memory.tier.name}: {memory.tier.capacity}{facts}")
+    return lines + [f"{tier.name}: opens when the first engine connects" for tier in config.stores]
+
+
+def _memory(
+    config: StackConfig, number: int, tenants_key: bytes, closing: contextlib.ExitStack, *, trial: bool = False
+) -> Memory:
     """Allocate the memory of an arena, or find it, and map it."""
     tier = config.arenas[number]
     try:
         journal = _journal(tier.keep, tenants_key, closing) if tier.keep is not None else None
-        backend = open_arena(config, config.tiers.index(tier), closing)
+        backend = open_arena(config, config.tiers.index(tier), closing, trial=trial)
         status = os.fstat(backend.descriptor)
         mapped = mmap.mmap(backend.descriptor, status.st_size)
         memory = Memory(tier, backend, Extents(mapped, backend.slots * backend.slot_nbytes), status.st_size, journal)
-        if journal is not None and not journal.begin(status.st_ino):
+        if journal is not None and not trial and not journal.begin(status.st_ino):
             memory.formers.append((memory.extents.whole(), journal.resume))
     except (OSError, BackendError) as error:
         why = f"its memory cannot be had: {error}"

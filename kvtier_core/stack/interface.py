@@ -5,13 +5,15 @@ from __future__ import annotations
 import abc
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
 
+from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces import Medium
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
 
 
-class Stack(abc.ABC):
+class Stack(ProcessBound, abc.ABC):
     """An ordered stack of tiers. All methods are called on one thread, the owner's, and return without waiting for I/O.
 
     A *path* is the chunk keys of a prompt, root first. A *holder* is a name that the caller chooses, one for each
@@ -19,6 +21,8 @@ class Stack(abc.ABC):
     that of the requests that name the path. It is part of the keys that encrypt frames below the arenas, so a path
     always comes with the same salt.
     """
+
+    closing: ClassVar = {"close": list}
 
     @abc.abstractmethod
     def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:

@@ -8,9 +8,25 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 from kvtier_core.errors import BackendError
+from kvtier_core.forks import ProcessBound
 from kvtier_core.storekit.folder import Folder
+
+
+class FileLock(ProcessBound):
+    """Locks an open file, or folder, until `release`. Raises BlockingIOError if it is locked already."""
+
+    closing: ClassVar = {"release": lambda: None}
+
+    def __init__(self, fd: int):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._fd = fd
+
+    def release(self) -> None:
+        """Call it before the file is closed: a process that was forked meanwhile has it open, too."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 class FolderLock:
@@ -20,20 +36,32 @@ class FolderLock:
         """``check`` raises BackendError for a folder that is not to be used; it is called when the folder is locked."""
         self.path = path
         self._check = check
-        self._folder: Folder | None = None
+        self._locked: tuple[Folder, FileLock] | None = None
 
     def take(self) -> Folder:
         """Make the folder if it is missing, lock it, and return it."""
-        before, self._folder = self._folder, self._locked()
+        folder = Folder.at(self.path, make=True)
+        try:
+            lock = FileLock(folder.fd)
+        except BlockingIOError:
+            raise BackendError(
+                f"{self.path}: another engine or tier keeps its frames here; give each a path of its own"
+            ) from None
+        try:
+            self._check(folder)
+        except BaseException:
+            lock.release()
+            raise
+        before, self._locked = self._locked, (folder, lock)
         if before is not None:
-            _unlock(before)
-        return self._folder
+            before[1].release()
+        return folder
 
     def release(self) -> None:
         """Unlock the folder. May be called twice."""
-        if self._folder is not None:
-            folder, self._folder = self._folder, None
-            _unlock(folder)
+        if self._locked is not None:
+            (_, lock), self._locked = self._locked, None
+            lock.release()
 
     def folder(self) -> Folder | None:
         """The locked folder; None if its path is gone.
@@ -69,26 +97,6 @@ class FolderLock:
 
     def _held(self) -> Folder:
         """The locked folder. Raises BackendError after `release`: another process may then use the folder."""
-        if (held := self._folder) is None:
+        if self._locked is None:
             raise BackendError(f"{self.path}: the tier is closed")
-        return held
-
-    def _locked(self) -> Folder:
-        folder = Folder.at(self.path, make=True)
-        try:
-            fcntl.flock(folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BackendError(
-                f"{self.path}: another engine or tier keeps its frames here; give each a path of its own"
-            ) from None
-        try:
-            self._check(folder)
-        except BaseException:
-            _unlock(folder)
-            raise
-        return folder
-
-
-def _unlock(folder: Folder) -> None:
-    # A process forked from this one holds the lock too; closing the descriptor alone would leave it locked.
-    fcntl.flock(folder.fd, fcntl.LOCK_UN)
+        return self._locked[0]

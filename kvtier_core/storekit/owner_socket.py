@@ -8,19 +8,34 @@ import socket
 import stat
 from pathlib import Path
 
+from kvtier_core.forks import ProcessBound
+
+
+class _Listener(ProcessBound, socket.socket):
+    """Removes its file when it is closed, if no other has taken its place."""
+
+    path, inode = Path(), 0
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.path.lstat().st_ino == self.inode:
+                self.path.unlink()
+        super().close()
+
 
 def listen(path: Path, backlog: int) -> socket.socket:
     """A socket that listens at ``path``. Raises OSError if a process listens there, or a file of another kind is there.
 
     Nobody can connect before it is the owner's alone.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = _Listener(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _is_abandoned(path):
             path.unlink()
         elif path.is_socket():
             raise OSError(errno.EADDRINUSE, f"another process serves {path}")
         listener.bind(str(path))
+        listener.path, listener.inode = path, path.lstat().st_ino
         path.chmod(0o600)
         listener.listen(backlog)
     except BaseException:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import attrs
 
 from kvtier_core.errors import BackendError, StoreFull
+from kvtier_core.forks import ProcessBound
 from kvtier_core.types import Nbytes
 
 #: Frames are removed until this part of the capacity is free, so that not every write has to list the store.
@@ -61,7 +62,7 @@ class SharedStore(Protocol[P]):
         """Remove the frame that was listed at this place. False if it was gone, or another one in its place."""
 
 
-class SharedSpace:
+class SharedSpace(ProcessBound):
     """The capacity of a shared store, for one of its users. All methods may be called on any thread.
 
     What lies in the store never exceeds the capacity: bytes are counted before they are written, and given back after

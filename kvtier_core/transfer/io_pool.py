@@ -10,11 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import attrs
 
 from kvtier_core.errors import KvtierError
+from kvtier_core.forks import ProcessBound
 
 
 @attrs.frozen
@@ -79,8 +80,10 @@ def run_aside(work: Work, name: str) -> threading.Thread:
     return thread
 
 
-class IOPool:
+class IOPool(ProcessBound):
     """A `Pool` of ``threads`` daemon threads. Loads go before stores."""
+
+    closing: ClassVar = {"close": lambda: True}  # a fork has none of its threads
 
     def __init__(self, name: str, threads: int = 1, wake: Callable[[], None] = lambda: None):
         """``wake`` is called on a thread of the pool whenever `step` has a continuation to run."""

@@ -10,7 +10,30 @@ REPORT = "kvtier_core/quality/report.py"
 GATE = "tests/core/test_quality_gate.py::"
 QUALITY = "tests/core/test_quality.py::"
 
+AGREES = "tests/engine/test_check_agrees.py::test_check_agrees_with_the_start_of_an_engine_and_changes_nothing"
+
 MUTANTS = (
+    Mutant(
+        "a-check-changes-files",
+        "kvtier_core/cli/check.py",
+        "range(len(config.tiers)), trial=True)",
+        "range(len(config.tiers)))",
+        AGREES + "[a slab that becomes smaller]",
+    ),
+    Mutant(
+        "a-check-opens-no-observers",
+        "kvtier_core/cli/check.py",
+        "recorder, observers = open_beside(config, trial)",
+        "recorder, observers = None, []",
+        AGREES + "[two metrics at one port]",
+    ),
+    Mutant(
+        "a-check-replaces-kept-memory",
+        "kvtier_core/server/spaces.py",
+        "config.tiers.index(tier), closing, trial=trial)",
+        "config.tiers.index(tier), closing)",
+        "tests/server/test_serve_command.py::test_check_leaves_kept_memory_as_it_is",
+    ),
     Mutant(
         "keys-by-the-hash-of-the-process",
         "kvtier_core/builtin/chained.py",

@@ -25,7 +25,23 @@ DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 SHARED_DISK = "plugins/kvtier_disk/tests/test_shared_disk.py::"
 SHARED_CAPACITY = "plugins/kvtier_disk/tests/test_shared_capacity.py::"
 
+KEEP = "plugins/kvtier_cpu/tests/test_cpu_keep.py::"
+
 MUTANTS = (
+    Mutant(
+        "kept-memory-without-room",
+        "plugins/kvtier_cpu/kvtier_cpu/segment.py",
+        "if system.f_blocks and placement.nbytes > room:",
+        "if False:",
+        KEEP + "test_memory_that_is_kept_outlives_a_larger_capacity_that_does_not_fit",
+    ),
+    Mutant(
+        "half-of-the-memory-stays",
+        "plugins/kvtier_cpu/kvtier_cpu/segment.py",
+        "undo.callback(self._folder.remove, _NAME)",
+        "pass",
+        KEEP + "test_memory_that_fails_half_way_leaves_nothing_allocated",
+    ),
     Mutant(
         "peers-that-hang-are-asked-again",
         PEERS + "/peer.py",
@@ -246,9 +262,9 @@ MUTANTS = (
     ),
     Mutant(
         "an-account-without-a-lock",
-        DISK + "/shared_account.py",
-        "return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "return None",
+        "kvtier_core/storekit/folder_lock.py",
+        "fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
         SHARED_CAPACITY + "test_three_processes_never_exceed_the_capacity_and_the_oldest_leave",
     ),
     Mutant(

@@ -15,6 +15,13 @@ VOLUMES = "tests/server/test_volumes.py::"
 
 MUTANTS = (
     Mutant(
+        "a-fork-closes-its-parents",
+        "kvtier_core/forks.py",
+        "if self._process == os.getpid() else",
+        "if True else",
+        "tests/engine/test_forks.py::test_a_forked_child_closes_nothing_of_its_parents[folder lock]",
+    ),
+    Mutant(
         "one-frames-failure-is-everybodys",
         STOREKIT + "/disk_access.py",
         "if failure.errno not in OF_ONE_FRAME:",

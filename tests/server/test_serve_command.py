@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,27 @@ def test_serve_prints_the_setting_for_engines_and_ends_on_a_signal(file, tmp_pat
 def test_check_opens_the_memory_and_ends(file):
     checked = kvtier("serve", "--config", file, "--check")
     assert checked.returncode == 0 and checked.stdout.startswith("cpu: 1MiB, huge_pages: off -> off")
+
+
+@pytest.mark.parametrize("capacity", ["1MiB", "2MiB"])
+@pytest.mark.parametrize("there", [False, True])
+def test_check_leaves_kept_memory_as_it_is(tmp_path, there, capacity):
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvtier-test-") as home:
+        keep, file = Path(home) / "kept", tmp_path / "kvtier.yaml"
+        if there:
+            with server(tmp_path, tmp_path / "s", keep=keep):
+                assert kvtier("serve", "--probe", tmp_path / "s").returncode == 0  # the journal is written by now
+        before = lying(home)
+        assert len(before) == (3 if there else 0)  # the folder, its memory and its journal
+        file.write_text(f"version: 1\ntiers:\n  - {{type: cpu, capacity: {capacity}, keep: {keep}}}\n")
+        assert kvtier("serve", "--config", file, "--check").returncode == 0
+        assert lying(home) == before
+
+
+def lying(folder):
+    """What no command may change."""
+    found = {path: path.stat() for path in Path(folder).rglob("*")}
+    return {path: (each.st_ino, each.st_size, each.st_blocks, each.st_mtime_ns) for path, each in found.items()}
 
 
 def test_a_second_server_at_the_same_place_is_refused_and_one_that_was_killed_is_replaced(file, tmp_path):
@@ -88,7 +110,8 @@ def test_the_file_of_an_engine_is_judged_by_its_server(tmp_path, command):
     path, file = tmp_path / "s", tmp_path / "engine.yaml"
     file.write_text(f"version: 1\nserver: unix:{path}\n")
     judged = kvtier(*command, file)
-    assert judged.returncode and "start it with kvtier serve" in judged.stderr + judged.stdout
+    assert bool(judged.returncode) is (command == ("doctor",)), "an engine starts without it"
+    assert f"the server at {path} makes no progress" in judged.stderr
     with server(tmp_path, path):
         judged = kvtier(*command, file)
-        assert judged.returncode == 0 and "answers" in judged.stdout
+        assert judged.returncode == 0 and "no progress" not in judged.stderr

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvtier_core.forks import ProcessBound
 from kvtier_core.storekit import owner_socket
 from kvtier_core.transfer.io_pool import run, run_aside
 
@@ -32,7 +33,7 @@ _REST = 0.01
 _CLOSE_TIMEOUT = 1.0
 
 
-class Server:
+class Server(ProcessBound):
     """Answers at ``path`` from now on. The owner's thread calls every method.
 
     ``answer`` is called on the server's thread with what was asked. It returns at once: the answer, or None if the
@@ -47,7 +48,6 @@ class Server:
         self._closing = threading.Event()
         self._listener = owner_socket.listen(path, _MOST_WAITING)
         self._client = self._listener  # whom it listens to now
-        self._inode = path.lstat().st_ino
         self._thread = run_aside(self._serve, "status")
 
     def take(self) -> tuple[socket.socket, Answer] | None:
@@ -68,9 +68,6 @@ class Server:
         self._thread.join(_CLOSE_TIMEOUT)
         self._listener.close()
         self._give_up(0)
-        with contextlib.suppress(OSError):
-            if self.path.lstat().st_ino == self._inode:
-                self.path.unlink()
 
     def _give_up(self, most: int) -> None:
         while len(self._asked) > most and (oldest := self.take()):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from kvtier_core.errors import BackendError
+from kvtier_core.forks import ProcessBound
 from kvtier_core.transfer.io_pool import IOPool, run
 from kvtier_core.types import Nbytes
 
@@ -41,7 +42,7 @@ class Pieces:
         return Nbytes(before * self.piece_nbytes + min(rest, self.piece_nbytes))
 
 
-class HostRegistration:
+class HostRegistration(ProcessBound):
     """Page-locks pieces of memory, one after the other.
 
     The constructor locks the pieces that begin in the first ``at_once`` bytes, and raises BackendError if that fails; a

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.folder import Folder
+from kvtier_core.types import Nbytes
 from kvtier_cpu.memory_limit import in_mib, must_be_available
 from kvtier_cpu.placement import Placement, whole_pages
 
@@ -52,9 +53,12 @@ class Segment:
     Raises BackendError if the memory, or the requested kind of pages, is not available.
     """
 
-    def __init__(self, placement: Placement, huge_pages: str, keep: Path | None = None):
-        """``keep`` is a folder where the memory outlives this process, and is found by the next one."""
-        self._file, memory, self.pages = _open(placement, huge_pages, keep)
+    def __init__(self, placement: Placement, huge_pages: str, keep: Path | None = None, *, trial: bool = False):
+        """``keep`` is a folder where the memory outlives this process, and is found by the next one.
+
+        A ``trial`` only looks whether there is room in that folder.
+        """
+        self._file, memory, self.pages = _open(placement, huge_pages, keep, trial)
         self.memory = memoryview(memory)
         status = os.fstat(self._file.fileno())
         self.address = Address(os.getpid(), self._file.fileno(), status.st_dev, status.st_ino, status.st_size)
@@ -87,11 +91,11 @@ def reach(address: Address, *, populate: bool) -> mmap.mmap:
     return memory
 
 
-def _open(placement: Placement, huge_pages: str, keep: Path | None) -> tuple[io.FileIO, mmap.mmap, str]:
+def _open(placement: Placement, huge_pages: str, keep: Path | None, trial: bool) -> tuple[io.FileIO, mmap.mmap, str]:
     """A file in memory, its memory, and the kind of its pages."""
     if huge_pages != "off" and keep is None:
         with contextlib.suppress(OSError):  # none are reserved, or too few, or the kernel has none
-            return *_make(placement, "hugetlb", None), "hugetlb"
+            return *_make(placement, "hugetlb"), "hugetlb"
     nbytes = placement.nbytes
     huge = huge_pages != "off" and _shmem_enabled() not in ("never", "deny")
     if huge_pages == "on" and not huge:
@@ -101,25 +105,29 @@ def _open(placement: Placement, huge_pages: str, keep: Path | None) -> tuple[io.
         )
     pages = "transparent" if huge else "off"
     try:
-        return *_make(placement, pages, keep), pages
+        return *_make(placement, pages, keep, trial), pages
     except OSError as error:
         where = "shared memory" if keep is None else f"memory in {keep}"
-        raise BackendError(
-            f"cpu: cannot allocate {in_mib(nbytes)} of {where}: {error.strerror}; lower the capacity"
-        ) from error
+        why = "others have taken the room meanwhile" if error.errno == errno.EFAULT else error.strerror
+        raise BackendError(f"cpu: cannot allocate {in_mib(nbytes)} of {where}: {why}; lower the capacity") from error
 
 
-def _make(placement: Placement, pages: str, keep: Path | None) -> tuple[io.FileIO, mmap.mmap]:
-    """A file and its memory: every page is allocated now, while that can still fail."""
+def _make(
+    placement: Placement, pages: str, keep: Path | None = None, trial: bool = False
+) -> tuple[io.FileIO, mmap.mmap]:
+    """A file and its memory: every page is allocated now, while that can still fail. Then nothing is left."""
     with contextlib.ExitStack() as undo:
-        file = io.FileIO(_named(keep, placement) if keep is not None else _unnamed(pages), "r+")
-        undo.callback(file.close)
-        status = os.fstat(file.fileno())
+        kept = _Kept(keep, placement) if keep is not None else None
         if pages != "hugetlb":
-            must_be_available(max(0, placement.nbytes - 512 * status.st_blocks))
-        page_nbytes = status.st_blksize
+            must_be_available(placement.nbytes - (kept.nbytes if kept else 0))
+        file = io.FileIO(_unnamed(pages) if kept is None or trial else kept.open(undo), "r+")
+        undo.callback(file.close)
+        page_nbytes = os.fstat(file.fileno()).st_blksize
         file.truncate(whole_pages(placement.nbytes, page_nbytes))
         memory = mmap.mmap(file.fileno(), 0)
+        if kept and trial:
+            undo.pop_all()
+            return file, memory
         if pages == "transparent":
             memory.madvise(mmap.MADV_HUGEPAGE)
         for first, end, node in placement.ranges(page_nbytes):
@@ -134,16 +142,31 @@ def _unnamed(pages: str) -> int:
     return os.memfd_create("kvtier", os.MFD_CLOEXEC | (os.MFD_HUGETLB if pages == "hugetlb" else 0))
 
 
-def _named(keep: Path, placement: Placement) -> int:
-    """The file in this folder, or another one if it had another length: processes may still have that mapped."""
-    folder = Folder.at(keep)
-    file = folder.open(_NAME, os.O_RDWR | os.O_CREAT)
-    status = os.fstat(file)
-    if status.st_size in (0, whole_pages(placement.nbytes, status.st_blksize)):
-        return file
-    os.close(file)
-    folder.remove(_NAME)
-    return folder.open(_NAME, os.O_RDWR | os.O_CREAT)
+class _Kept:
+    """The file in a folder. Raises BackendError if the folder has no room for it."""
+
+    def __init__(self, keep: Path, placement: Placement):
+        self._folder = Folder.at(keep)
+        self.nbytes = 0  #: allocated by a former process
+        self._fits = False
+        with contextlib.suppress(FileNotFoundError):
+            status = self._folder.status(_NAME)
+            self.nbytes = 512 * status.st_blocks
+            self._fits = status.st_size == whole_pages(placement.nbytes, status.st_blksize)
+        system = os.fstatvfs(self._folder.fd)
+        room = system.f_bavail * system.f_frsize + self.nbytes
+        if system.f_blocks and placement.nbytes > room:  # a tmpfs without a bound has none
+            raise BackendError(
+                f"cpu: capacity needs {in_mib(placement.nbytes)} in {keep}, and {Nbytes(room)} are there; lower the "
+                "capacity, or enlarge the tmpfs (mount -o remount,size=…)"
+            )
+
+    def open(self, undo: contextlib.ExitStack) -> int:
+        """Of another length it is replaced: processes may still have that one mapped. ``undo`` removes a new one."""
+        if not self._fits:
+            self._folder.remove(_NAME)
+            undo.callback(self._folder.remove, _NAME)
+        return self._folder.open(_NAME, os.O_RDWR | os.O_CREAT)
 
 
 def _allocate(file: io.FileIO, memory: mmap.mmap, begin: int, nbytes: int) -> None:

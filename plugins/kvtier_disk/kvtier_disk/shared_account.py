@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import random
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.storekit.folder import Folder, backend_errors
+from kvtier_core.storekit.folder_lock import FileLock
 from kvtier_core.storekit.shared_space import Count, recount
 from kvtier_disk.frames import (
     Found,
@@ -106,11 +106,11 @@ class FolderAccount:
         with self._errors() as root:
             file = root.open(name, os.O_RDWR | os.O_CREAT)
             try:
-                _lock(file, self._path / name, self._timeout)
+                lock = _lock(file, self._path / name, self._timeout)
                 try:
                     yield file
                 finally:
-                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the lock, too
+                    lock.release()
             finally:
                 os.close(file)
 
@@ -133,12 +133,12 @@ def recount_folder(path: Path, capacity: int) -> None:
     recount(FolderAccount(path, lambda: Folder.at(path), longest=capacity, timeout=_PATIENCE))
 
 
-def _lock(file: int, path: Path, timeout: float) -> None:
+def _lock(file: int, path: Path, timeout: float) -> FileLock:
     """Lock the file. It is asked for again and again: a lock that is waited for could not be given up."""
     deadline, pause = time.monotonic() + timeout, _PAUSE
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return FileLock(file)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise _Held(

@@ -6,15 +6,16 @@ import contextlib
 import ctypes
 import errno
 import os
+import secrets
 from pathlib import Path
 from typing import NamedTuple, Self, cast
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.disk_access import FULL, effective_access, remove_probes
+from kvtier_core.storekit.disk_access import FULL, PROBE, effective_access, new_file, remove_probes
 from kvtier_core.storekit.folder import Folder
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.transfer.own_shard import FrameRange
-from kvtier_core.types import Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_gds.extents import Extents
 from kvtier_gds.table import RECORD_NBYTES, Record, Table, without_overlaps
 
@@ -54,10 +55,11 @@ class Place(NamedTuple):
 class Slab:
     """`reserve` and `release` are called by one thread at a time; `publish` and `clear` wait for the disk."""
 
-    def __init__(self, path: Path, nbytes: int, frame_nbytes: int, *, direct: str, io: str):
+    def __init__(self, path: Path, nbytes: int, frame_nbytes: int, *, direct: str, io: str, trial: bool = False):
         """Make or open the slab in this folder, with room for ``nbytes``, in frames of mostly ``frame_nbytes``.
 
-        Frames that lie beyond are dropped. Raises BackendError, too.
+        Frames that lie beyond are dropped. A ``trial`` uses files without a name, and only looks whether there is room.
+        Raises BackendError, too.
         """
         self.path = path
         self._lock = FolderLock(path)
@@ -68,14 +70,16 @@ class Slab:
             for name in (FRAMES, TABLE):
                 self.folder.remove_opened(name)
             self.direct, self.ring = effective_access(path, self.folder, direct=direct, io=io)
-            flags = os.O_RDWR | os.O_CREAT
-            self.fd = self.folder.open(FRAMES, flags | (os.O_DIRECT if self.direct else 0))
+            opens, flags = (_nameless, os.O_RDWR) if trial else (Folder.open, os.O_RDWR | os.O_CREAT)
+            self.fd = opens(self.folder, FRAMES, flags | (os.O_DIRECT if self.direct else 0))
             undoing.callback(os.close, self.fd)
-            self._table_fd = self.folder.open(TABLE, flags)
+            self._table_fd = opens(self.folder, TABLE, flags)
             undoing.callback(os.close, self._table_fd)
             self._table = Table(self._table_fd)
             self._found = self._recover(nbytes)
-            self.preallocated = self._resize(self.fd, nbytes)
+            self.preallocated = self._resize(self.fd, FRAME_ALIGNMENT if trial else nbytes)
+            if trial and self.preallocated:
+                self._must_have_room(nbytes)
             self._entries = max(self._found, default=-1) + 1  # the first that was never used
             self._resize(self._table_fd, RECORD_NBYTES * max(nbytes // frame_nbytes, self._entries))
             self._closing = undoing.pop_all()
@@ -146,8 +150,27 @@ class Slab:
             os.ftruncate(fd, min(before, nbytes))
             if error.errno not in FULL:
                 raise
-            why = f"{Nbytes(nbytes)} do not fit on this file system ({error.strerror})"
-            raise BackendError(f"{self.path}: {why}; make room there, or write a smaller capacity") from error
+            raise self._too_large(nbytes, str(error.strerror)) from error
+
+    def _must_have_room(self, nbytes: int) -> None:
+        system, held = os.fstatvfs(self.folder.fd), 0
+        with contextlib.suppress(FileNotFoundError):
+            held = 512 * self.folder.status(FRAMES).st_blocks
+        if nbytes > (room := system.f_bavail * system.f_frsize + held):
+            raise self._too_large(nbytes, f"it has {Nbytes(room)}")
+
+    def _too_large(self, nbytes: int, why: str) -> BackendError:
+        why = f"{Nbytes(nbytes)} do not fit on this file system ({why})"
+        return BackendError(f"{self.path}: {why}; make room there, or write a smaller capacity")
+
+
+def _nameless(folder: Folder, name: str, flags: int) -> int:
+    """A descriptor of a new file, which ends with it."""
+    name = f"{PROBE}-{secrets.token_hex(8)}-{name}"
+    try:
+        return new_file(folder, name, flags)
+    finally:
+        folder.remove(name)
 
 
 def _allocated(fd: int, nbytes: int) -> bool:

@@ -64,6 +64,7 @@ class Shown:
 
 _listeners: dict[Address, Listener] = {}  # of this process: stacks of several namespaces share one
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_listeners.clear)  # a fork has none of their threads
 
 
 def listen(address: Address, door: Door, shown: Shown) -> Listener:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 import random
+import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -67,8 +68,7 @@ class Calls:
             return self._on_another_thread(lambda: self.at_once(ask, *arguments))
         loop: _Loop | None = getattr(self._local, "loop", None)
         if loop is None:
-            # With a factory, the loop does not become the one that the thread finds by default.
-            runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+            runner = asyncio.Runner(loop_factory=_new_loop)
             loop = self._local.loop = _Loop(runner, asyncio.Semaphore(self._width))
             self._loops.append(loop)
         return loop.runner.run(self._run(ask, list(zip(*arguments, strict=True))))
@@ -129,6 +129,14 @@ class Calls:
     @property
     def _deadline(self) -> float:
         return getattr(self._local, "deadline", math.inf)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Made by a factory, it is not the one that the thread finds by default.
+
+    It polls: the set of an epoll is shared with a forked process, which would empty it when it collects the loop.
+    """
+    return asyncio.SelectorEventLoop(selectors.PollSelector())
 
 
 def _in_event_loop() -> bool:

@@ -1,0 +1,139 @@
+"""A process that was forked closes nothing of its parent's, however it ends."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from forked import OPENERS
+from servers.mooncake import ROOM, one_master
+from servers.redis import one_server
+from servers.s3 import ENVIRONMENT, s3_server  # noqa: F401 - a fixture
+from test_layers import ALL_MODULES
+
+#: Seconds after which a parent hangs.
+HANGS = 600
+#: Calls that act on what a fork shares with its parent.
+UNDOES = {"unlink", "rmtree", "rmdir", "shutdown", "kill", "terminate", "unregister", "TemporaryDirectory"}
+UNDOES |= {"LOCK_UN", "F_UNLCK"}
+#: Functions that make such calls, and are methods of no ProcessBound class.
+KNOWN = {
+    "kvtier_core.cli.bench": "a command, which forks nobody",
+    "kvtier_core.cli.conform": "a command; pytest runs in a process of its own",
+    "kvtier_core.cli.quality": "a command, whose engine spawns its processes",
+    "kvtier_core.cli.tiers": "a command, which forks nobody",
+    "kvtier_core.engine.worker_reports": "removes reports by their names, when they have been read or are old",
+    "kvtier_core.observers.endpoint._Server": "closed by an Endpoint, an Observer",
+    "kvtier_core.server.kept.user_locks": "called by a ServedMover",
+    "kvtier_core.storekit.folder.Folder": "removes what its caller names; a descriptor is each process's own",
+    "kvtier_core.storekit.owner_socket": "removes sockets on which no process listens",
+    "kvtier_core.vllm.metrics": "a registry in this process's memory",
+    "kvtier_core.vllm.scoring": "the engine of a command",
+    "kvtier_disk.frames": "removes folders that are empty",
+    "kvtier_gds.config.GdsConfig": "a store that a command makes and removes",
+    "kvtier_mooncake.client._Process": "closed by a Backend",
+    "kvtier_peers.link.Link": "closed by a Backend",
+    "kvtier_peers.listener.Listener": "closed by a Backend",
+}
+
+
+@contextlib.contextmanager
+def address_for(what, folder, request):
+    """The address of the server that it needs, in a list."""
+    with contextlib.ExitStack() as closing:
+        if what == "redis":
+            yield [closing.enter_context(one_server(folder / "redis")).url]
+        elif what == "s3":
+            yield [request.getfixturevalue("s3_server").url]
+        elif what == "mooncake":
+            master = closing.enter_context(one_master(folder / "mooncake"))
+            closing.enter_context(master.owner(ROOM))
+            yield [master.address]
+        elif what in ("engine of a server", "connection to a server"):
+            yield [closing.enter_context(kept_server(folder))]
+        else:
+            yield []
+
+
+@contextlib.contextmanager
+def kept_server(folder):
+    """`kvtier serve` whose memory is a file; the path of its socket."""
+    (folder / "kept").mkdir(mode=0o700)
+    tier = f"{{type: cpu, capacity: 1MiB, huge_pages: 'off', keep: {folder / 'kept'}}}"
+    (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {tier}\n")
+    kvtier, path = Path(sys.executable).with_name("kvtier"), folder / "kvtier.sock"
+    words = [kvtier, "serve", "--config", folder / "kvtier.yaml", "--socket", path]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert any(line.startswith("engines write") for line in process.stdout)
+            yield path
+        finally:
+            process.terminate()
+
+
+@pytest.fixture
+def folder():
+    """In memory, where memory can be kept, and with a path that is short enough for a socket."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvtier-test-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("what", OPENERS)
+def test_a_forked_child_closes_nothing_of_its_parents(what, folder, request):
+    with address_for(what, folder, request) as address:
+        parent = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("forked.py"), what, folder, *address],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = parent.communicate(timeout=HANGS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+        assert parent.returncode == 0, err
+        assert out.endswith("closed\n")
+
+
+def undoing():
+    """Where the sources undo something: a class with its bases, or a module."""
+    for module, file in ALL_MODULES.items():
+        if not module.startswith(("kvtier_core.testing", "kvtier_example")):
+            for node in ast.parse(file.read_text()).body:
+                called = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+                made = {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.alias)}
+                if called & UNDOES or made & {"__del__", "atexit"}:
+                    yield f"{module}.{node.name}" if isinstance(node, ast.ClassDef) else module
+
+
+def process_bound():
+    """The classes that a fork does not close, by their full names."""
+    classes = [
+        (f"{module}.{node.name}", node.name, {getattr(base, "id", "") for base in node.bases})
+        for module, file in ALL_MODULES.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    bound, known = {"ProcessBound"}, set()
+    while found := {full for full, name, bases in classes if bases & bound} - known:
+        known |= found
+        bound |= {full.rpartition(".")[2] for full in found}
+    return known
+
+
+def test_whatever_undoes_something_shared_is_bound_to_its_process_or_known():
+    unbound = set(undoing()) - process_bound()
+    assert unbound - KNOWN.keys() == set(), "derive these from ProcessBound, or say why they need it not"
+    assert KNOWN.keys() - unbound == set(), "these undo nothing any more"
