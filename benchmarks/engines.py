@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks.measure import progress
+from benchmarks.measure import progress, sized
 
 BLOCK = 128
 _ENVIRONMENT = {
@@ -36,7 +36,7 @@ _OPTIONS = {
     "max_model_len": 4096,
     "max_num_batched_tokens": 4096,
     "block_size": BLOCK,
-    "kv_cache_memory_bytes": 1 << 30,
+    "kv_cache_memory_bytes": sized(1 << 30, 128 << 20),
     "enable_prefix_caching": False,
     "seed": 0,
 }

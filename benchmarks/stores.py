@@ -124,7 +124,7 @@ def kvtier_server(place: Path, nbytes: int) -> Iterator[Served]:
     file, path = place / "kvtier.yaml", place / "s"
     file.write_text(json.dumps({"version": 1, "tiers": memory(nbytes)}))
     command: list[str | Path] = [KVTIER, "serve", "--config", file, "--socket", path]
-    with subprocess.Popen(command, stdout=-1, stderr=-3, text=True) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             must(any(line.startswith("ready") for line in server.stdout or ()))
             yield Served(path, server)
