@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import attrs
 import pytest
+from patience import HANG
 
 ROOT = Path(__file__).parents[1]
 #: Exit status of a machine without user namespaces, or without the right to map users into one.
@@ -64,7 +65,7 @@ for folder, _, files in os.walk({self.at!r}):
     def run(self) -> list[str]:
         """What each step wrote. Skips the test where a pod cannot be had."""
         spec = json.dumps(attrs.asdict(self))
-        done = subprocess.run([sys.executable, __file__, spec], capture_output=True, text=True, timeout=600)
+        done = subprocess.run([sys.executable, __file__, spec], capture_output=True, text=True, timeout=HANG)
         if done.returncode == CANNOT:
             pytest.skip(done.stderr.strip())
         assert done.returncode == 0, done.stderr

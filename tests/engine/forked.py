@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from nodes import FRAMES, KEYS, Memory, finds, free_port, open_node, wait_for
+from nodes import FRAMES, KEYS, Memory, finds, free_port, open_node
 from nodes import read as read_from
+from patience import HANG, wait_until
 from test_ranks import REPORT
 
 from kvtier_core.cli.engines import ask
@@ -106,7 +107,7 @@ def store(tier: dict[str, Any], locked: bool = False, used: Callable[[], int] = 
 
 
 def shared_store(folder: Path) -> Opened:
-    account = FolderAccount(folder / "a", lambda: Folder.at(folder / "a"), longest=LARGE, timeout=20)
+    account = FolderAccount(folder / "a", lambda: Folder.at(folder / "a"), longest=LARGE, timeout=HANG)
     tier = {"type": "disk", "capacity": "16MiB", "path": str(folder / "a"), "shared": True, "min_free": "0B"}
     return store(tier, used=lambda: account.count().used if (folder / "a").exists() else 0, capacity=LARGE)
 
@@ -166,7 +167,7 @@ def observers(folder: Path) -> Opened:
     def works() -> None:
         before = len(seen.events)
         several.tell([Event(EventKind.STORED, "cpu", request="a")])
-        wait_for(lambda: len(seen.events) > before)
+        wait_until(lambda: len(seen.events) > before)
 
     return several.close, works
 
@@ -213,7 +214,7 @@ def recording(folder: Path) -> Opened:
     def works() -> None:
         before = recorder.path.stat().st_size
         recorder.record(0.0, 1, 1, [], "stop")
-        wait_for(lambda: recorder.path.stat().st_size > before)
+        wait_until(lambda: recorder.path.stat().st_size > before)
 
     return recorder.close, works
 
@@ -259,7 +260,7 @@ def engine(folder: Path) -> Opened:
         side.drain(1.0)
         (path,) = (folder / "kvtier").glob("status-*.sock")
         assert ask(path, {"status": 1})["pid"] == os.getpid()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG) as answer:
             assert answer.status == 200
         refused(lambda: opened(disk, CAPACITY))
         assert side.manager.reserve(make_keys(1), "x")
@@ -283,7 +284,7 @@ def server(folder: Path) -> Opened:
         probe(path)
         assert engine.reserve(make_keys(1), "x"), "the engine has no session any more"
         engine.release("x")
-        with urllib.request.urlopen(f"http://127.0.0.1:{http.port}/health", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{http.port}/health", timeout=HANG) as answer:
             assert answer.status == 200
         refused(FolderLock(keep).take)
 
@@ -338,7 +339,7 @@ def pages(folder: Path) -> Opened:
 
     def works() -> None:
         pages.put([b"%d" % next(names)], [memoryview(bytearray(4096))])
-        wait_for(pages.poll)
+        wait_until(pages.poll)
 
     return pages.close, works
 
@@ -350,7 +351,7 @@ def peers(folder: Path) -> Opened:
 
     def works() -> None:
         shows.put(KEYS[0], FRAMES[KEYS[0]])
-        wait_for(lambda: finds(reads, KEYS[0]))
+        wait_until(lambda: finds(reads, KEYS[0]))
         assert read_from(reads, KEYS[:1]) == [FRAMES[KEYS[0]]]
 
     return lambda: (reads.close(), node.close()), works

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 from forked import OPENERS
+from patience import HANG
 from servers.mooncake import ROOM, one_master
 from servers.redis import one_server
 from servers.s3 import ENVIRONMENT, s3_server  # noqa: F401 - a fixture
 from test_layers import ALL_MODULES
 
-#: Seconds after which a parent hangs.
-HANGS = 600
 #: Calls that act on what a fork shares with its parent.
 UNDOES = {"unlink", "rmtree", "rmdir", "shutdown", "kill", "terminate", "unregister", "TemporaryDirectory"}
 UNDOES |= {"LOCK_UN", "F_UNLCK"}
@@ -99,7 +98,7 @@ def test_a_forked_child_closes_nothing_of_its_parents(what, folder, request):
             start_new_session=True,
         )
         try:
-            out, err = parent.communicate(timeout=HANGS)
+            out, err = parent.communicate(timeout=HANG)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(parent.pid, signal.SIGKILL)
