@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -45,7 +46,6 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.index.parted_index import PartedIndex
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
-from kvtier_core.storekit.folder import place_in
 from kvtier_core.transfer.io_pool import IOPool, Pool, run
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, Namespace, Nbytes
 
@@ -182,21 +182,20 @@ def packs(config: StackConfig, device: str) -> bool:
 
 
 def open_arena(
-    config: StackConfig, number: int, closing: contextlib.ExitStack, *, trial: bool = False
+    config: StackConfig, number: int, keep: Path | None, closing: contextlib.ExitStack, *, trial: bool = False
 ) -> AllocatorBackend:
-    """The memory of an arena alone, which no stack divides into slots yet; ``closing`` closes it.
+    """The memory of an arena alone, in the folder ``keep`` if there is one; ``closing`` closes it.
 
     Raises ConfigError, also if other processes cannot map it.
     """
     tier = config.tiers[number]
     page = KVGroup("memory", KVKind.FULL_ATTENTION, (FRAME_ALIGNMENT,), 1, "uint8", KVStructure.OPAQUE)
-    lasting = {"keep": tier.keep and place_in(tier.keep), "trial": trial}
-    context = OpenContext(Namespace.of({}), ChunkLayout([page], 1), tier.capacity, **lasting)
+    context = OpenContext(Namespace.of({}), ChunkLayout([page], 1), tier.capacity, keep=keep, trial=trial)
     memory = _Opening(config, number, tier, _REAL, closing).store(context)
     if not isinstance(memory, SupportsSharing):
         why = f"the memory of {tier.source.plugin} cannot be shared with other processes (SupportsSharing)"
         raise ConfigError([config.problem(config.path_of(number), why)])
-    if tier.keep is not None and not (isinstance(memory, SupportsKeeping) and memory.kept):
+    if keep is not None and not (isinstance(memory, SupportsKeeping) and memory.kept):
         why = f"the memory of {tier.source.plugin} cannot outlive the server (SupportsKeeping)"
         raise ConfigError([config.problem(f"{config.path_of(number)}.keep", why, "remove it")])
     return memory

@@ -292,8 +292,9 @@ def _memory(
     """Allocate the memory of an arena, or find it, and map it."""
     tier = config.arenas[number]
     try:
-        journal = _journal(tier.keep, tenants_key, closing) if tier.keep is not None else None
-        backend = open_arena(config, config.tiers.index(tier), closing, trial=trial)
+        keep = tier.keep and place_in(tier.keep)
+        journal = _journal(keep, tenants_key, closing) if keep is not None else None
+        backend = open_arena(config, config.tiers.index(tier), keep, closing, trial=trial)
         status = os.fstat(backend.descriptor)
         mapped = mmap.mmap(backend.descriptor, status.st_size)
         memory = Memory(tier, backend, Extents(mapped, backend.slots * backend.slot_nbytes), status.st_size, journal)
@@ -309,7 +310,7 @@ def _journal(keep: Path, tenants_key: bytes, closing: contextlib.ExitStack) -> J
     """That of the memory in a folder. Raises OSError and BackendError."""
     if (kind := file_system_of(keep.resolve())) != "tmpfs":
         raise BackendError(f"{keep} is not in memory but on a file system of type {kind}; name a folder on a tmpfs")
-    journal = Journal(place_in(keep), tenants_key)
+    journal = Journal(keep, tenants_key)
     closing.callback(journal.close)
     return journal
 
