@@ -439,7 +439,6 @@ class SchedulerSide:
             return ()
         stored, state.stored_chunks = state.stored_chunks, whole
         path = self._requests.keys(state, end)
-        self._tell_of_path(state, stored, whole)
         pages = PagesOfChunks(self._layout, path, step.block_tables(scheduled.request_id))
         # The path begins with the last stored chunk, so that the first new one is known as its child.
         first = max(0, stored - 1)
@@ -450,6 +449,7 @@ class SchedulerSide:
             asked = {self._requests.chunks(state.view.prompt_tokens - left) for left in (0, 1)} | {state.shared}
             wanted = self._boundaries.among(stored, whole, asked, offered)
             pages.add_boundaries(wanted, offered)
+        self._tell_of_path(state, first, whole)
         return self._stores.begin(path[first:], pages.by_key(first), state.view.identity.salt, pages.parts)
 
     def _loadable(self, tokens: int) -> int:

@@ -14,6 +14,7 @@ published again, in the same batch, behind that event.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -84,6 +85,8 @@ class KVEvents:
         self._whereabouts = whereabouts
         self._named: dict[ChunkKey, tuple[Request, int]] = {}  # a request that has the chunk, and its number there
         self._published: dict[ChunkKey, _Published] = {}
+        #: By medium, how many chunks in its tiers have a block: those with the same beginning share some.
+        self._held = {medium: Counter[Any]() for medium in self._media.values()}
         self._events: list[KVCacheEvent] = []
 
     def name(self, request: Request, keys: Sequence[ChunkKey], first: int) -> None:
@@ -140,23 +143,25 @@ class KVEvents:
             if key not in self._named:
                 return
             self._published[key] = self._described(*self._named[key])
-        published = self._published[key]
-        if not self._at(published, self._media[tier]):
-            self._events.append(published.stored(self._media[tier]))
+        published, held = self._published[key], self._held[self._media[tier]]
+        if tier in published.tiers:
+            return
         published.tiers.add(tier)
+        if not all(map(held.__contains__, published.blocks.block_hashes)):
+            self._events.append(published.stored(self._media[tier]))
+        held.update(published.blocks.block_hashes)
 
     def _removed(self, key: ChunkKey, tier: str) -> None:
         published = self._published.get(key)
         if published is None or tier not in published.tiers:
             return
         published.tiers.remove(tier)
-        if not self._at(published, self._media[tier]):
-            hashes = list(published.blocks.block_hashes)
-            self._events.append(_of(BlockRemoved, block_hashes=hashes, medium=self._media[tier]))
-
-    def _at(self, published: _Published, medium: str) -> bool:
-        """Does a tier of this medium hold the chunk?"""
-        return any(self._media[tier] == medium for tier in published.tiers)
+        held = self._held[self._media[tier]]
+        held.subtract(published.blocks.block_hashes)
+        if gone := [each for each in published.blocks.block_hashes if not held[each]]:
+            self._events.append(_of(BlockRemoved, block_hashes=gone, medium=self._media[tier]))
+        for each in gone:
+            del held[each]
 
     def _described(self, request: Request, number: int) -> _Published:
         """A chunk as vLLM describes its blocks."""
