@@ -168,8 +168,7 @@ def _serving(stack: contextlib.ExitStack, place: Path, known: RequestView, share
     values = {"version": 1, "chunk_tokens": LAYOUT.tokens, "load_wait": "60min", "status": "off", "tiers": tiers}
     config = load_config(values, Registry.discover())
     with contextlib.closing(_scheduler_side(config, Runtime())) as before:
-        before.track(known)
-        _must(len(before.manager.reserve(before.keys(known.request_id), "store")) == AWAITED)
+        _must(len(before.manager.reserve(before.track(known).path, "store")) == AWAITED)
         before.manager.commit("store")
         before.drain(10.0)
     return stack.enter_context(contextlib.closing(_scheduler_side(config, Runtime(lambda *_: _Silent()))))

@@ -77,6 +77,9 @@ class SchedulerSide(ProcessBound):
         """``loads`` and ``stores`` say which of the two this engine does; ``clock`` returns seconds."""
         self.manager = manager
         self.events = EventLog(observers or Observers(), clock)
+        #: Called with a request's id, keys of its path, and the number of their first chunk: before these chunks are
+        #: loaded for it, and when a step completes them, before they are stored.
+        self.path_listeners: list[Callable[[str, Sequence[ChunkKey], int], None]] = []
         self.namespace = self._first_namespace = namespace
         self._config, self._layout = config, layout
         self.chunk_tokens = layout.tokens  #: of a chunk
@@ -194,6 +197,8 @@ class SchedulerSide(ProcessBound):
         computed = view.computed_tokens or state.computed
         self._provenance.allocated(tables, computed)
         if tokens:
+            first = state.computed // self.chunk_tokens
+            self._tell_of_path(state, first, first + state.found.chunks)
             self._provenance.loaded(self._loads.begin(state, tables, tokens))
         else:
             self._loads.release(state)
@@ -205,10 +210,10 @@ class SchedulerSide(ProcessBound):
             if not tokens:
                 self._count(state, {})
 
-    def keys(self, request_id: str) -> Sequence[ChunkKey]:
-        """The known keys of a request's chunks; none if its KV cannot be identified."""
-        state = self._requests.get(request_id)
-        return state.path if state else ()
+    @property
+    def storing(self) -> set[ChunkKey]:
+        """Chunks that are being stored."""
+        return self._stores.keys
 
     def sources(self, request_id: str) -> Mapping[str, int]:
         """Tokens of the load that was just admitted, by the tier that supplied them."""
@@ -359,6 +364,10 @@ class SchedulerSide(ProcessBound):
     def _tell_of(self, kind: EventKind, state: RequestState, **known: Any) -> None:
         self.events.tell([Event(kind, "", request=state.view.request_id, tokens=state.view.tokens, **known)])
 
+    def _tell_of_path(self, state: RequestState, first: int, end: int) -> None:
+        for listener in self.path_listeners:
+            listener(state.view.request_id, state.path[first:end], first)
+
     def _open_database(self) -> TokenDatabase:
         return open_token_database(self._config, self.namespace)
 
@@ -448,6 +457,7 @@ class SchedulerSide(ProcessBound):
             asked = {self._requests.chunks(state.view.prompt_tokens - left) for left in (0, 1)} | {state.shared}
             wanted = self._boundaries.among(stored, whole, asked, offered)
             pages.add_boundaries(wanted, offered)
+        self._tell_of_path(state, first, whole)
         return self._stores.begin(path[first:], pages.by_key(first), state.view.identity.salt, pages.parts)
 
     def _loadable(self, tokens: int) -> int:

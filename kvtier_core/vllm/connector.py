@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
@@ -38,6 +39,7 @@ from kvtier_core.engine.messages import Refusal, StepPlan, WorkerProgress, Worke
 from kvtier_core.engine.scheduler_side import SchedulerSide
 from kvtier_core.engine.worker_side import WorkerSide
 from kvtier_core.transfer.io_pool import run
+from kvtier_core.types import ChunkKey
 from kvtier_core.vllm import groups, kv_events, layout, log, speculation, versions
 from kvtier_core.vllm.groups import Tables
 from kvtier_core.vllm.identity import model_weights
@@ -183,15 +185,20 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         follow_calls(_workers_were_called)
         opened.events.readings.listeners.append(self._stats.add)
         if kv_events.wanted(self._vllm_config):
-            self._tell_routers(opened)
+            self._tell_routers(opened, kv_cache_manager.block_pool)
 
-    def _tell_routers(self, side: SchedulerSide) -> None:
+    def _tell_routers(self, side: SchedulerSide, pool: BlockPool) -> None:
         obstacle = "a server has them" if self.config.server else kv_events.obstacle(self._kv_cache_config)
         if obstacle:
             logger.info("kvtier: vLLM's KV events do not cover these tiers: %s", obstacle)
             return
-        self._kv_events = kv_events.KVEvents(self.config, side.chunk_tokens, self._kv_cache_config.hash_block_size)
+        block_tokens, whereabouts = self._kv_cache_config.hash_block_size, side.manager.whereabouts
+        self._kv_events = kv_events.KVEvents(self.config, side.chunk_tokens, block_tokens, pool, whereabouts)
         side.events.listeners.append(self._kv_events.observe)
+        side.path_listeners.append(self._name)
+
+    def _name(self, request_id: str, keys: Sequence[ChunkKey], first: int) -> None:
+        self._kv_events.name(self._requests.request(request_id), keys, first)
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -209,8 +216,6 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def _arrived(self, request: Request) -> None:
         self.side.arrived(self._requests.view(request))
-        if self._kv_events:
-            self._kv_events.name(request, self.side.keys(request.request_id))
 
     @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -259,7 +264,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self.side.bypass(request_id, bypass)
         scheduled = self._requests.scheduled(scheduler_output)
         draft = speculation.draft_model(self._vllm_config)
-        return self.side.plan(step_of(scheduler_output, scheduled, self._tables, draft))
+        plan = self.side.plan(step_of(scheduler_output, scheduled, self._tables, draft))
+        if self._kv_events:
+            self._kv_events.keep(self.side.storing)  # `plan` has observed what ended before
+        return plan
 
     @guarded()
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -106,7 +106,7 @@ def test_loads_have_their_seconds(served):  # noqa: F811
     request = engine.submit("second", ASKED)
     while request.state == "waiting":
         engine.step()
-    keys = tuple(engine.side.keys("second"))
+    keys = tuple(engine.side._requests.get("second").path)
     engine.side._clock.now += 0.25
     engine.run(request)
     (loaded,) = [event for event in ledger.events if event.kind is EventKind.LOADED]

@@ -435,7 +435,7 @@ def test_chunks_on_their_way_are_waited_for_in_their_tier(served):
     request = host.submit("second", ASKED)
     host.manager.lookup(host.side._requests.keys(host.side.track(request.view()), 32), "other")
     host.manager._promotions.start(lambda key: False)
-    found = host.manager.lookup(host.side.keys("second"), "second")
+    found = host.manager.lookup(host.side._requests.get("second").path, "second")
     assert (found.pending, found.awaited) == (CHUNKS, "disk")
     host.manager.release("other")
     host.manager.release("second")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from protections.mutant import Mutant
 
 CONNECTOR = "kvtier_core/vllm/connector.py"
+KV_EVENTS = "kvtier_core/vllm/kv_events.py"
 STARTUP = "kvtier_core/vllm/startup.py"
 CHANGED = "tests/vllm/test_changed_weights.py::test_changed_weights_meet_no_kv_of_before[False-"
 TROUBLE = "tests/vllm/test_trouble.py::"
+EVENTS = "tests/vllm/test_kv_events.py::"
 BESIDE = "tests/vllm/test_beside_others.py::"
 
 MUTANTS = (
@@ -17,6 +19,20 @@ MUTANTS = (
         "reads_handovers=all(report.is_alone for report in self._reports)",
         "reads_handovers=True",
         BESIDE + "test_beside_others_kvtier_leaves_words_about_prefill_and_decode_to_them",
+    ),
+    Mutant(
+        "routers-forget",
+        KV_EVENTS,
+        "if self._table is not self._pool.cached_block_hash_to_block:",
+        "if False:",
+        EVENTS + "test_a_reset_of_all_caches_tells_again_what_is_kept",
+    ),
+    Mutant(
+        "names-are-forgotten-at-once",
+        KV_EVENTS,
+        "if key in keys}",
+        "if False}",
+        EVENTS + "test_a_queue_of_any_length_is_told_whole",
     ),
     Mutant(
         "anything-is-a-flag",

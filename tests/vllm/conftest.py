@@ -99,6 +99,7 @@ class Engine:
         model: Path,
         kvtier: dict[str, Any] | None,
         *,
+        kv_role: str = "kv_both",
         kv_load_failure_policy: str = "recompute",
         **options: Any,
     ):
@@ -108,7 +109,7 @@ class Engine:
 
         transfer = KVTransferConfig(
             kv_connector="KVTierConnector",
-            kv_role="kv_both",
+            kv_role=kv_role,
             kv_load_failure_policy=kv_load_failure_policy,
             kv_connector_extra_config=kvtier or {},
         )

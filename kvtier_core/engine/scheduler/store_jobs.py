@@ -36,6 +36,11 @@ class StoreJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    @property
+    def keys(self) -> set[ChunkKey]:
+        """The keys of all chunks that are being stored."""
+        return {key for store in self._jobs.values() for key in store.keys}
+
     def begin(
         self,
         path: Sequence[ChunkKey],

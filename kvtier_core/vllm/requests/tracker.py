@@ -45,6 +45,10 @@ class RequestTracker:
     def __len__(self) -> int:
         return len(self._tracked)
 
+    def request(self, request_id: str) -> Request:
+        """The request of this id, which has had a view and has not finished."""
+        return self._tracked[request_id].request
+
     def view(self, request: Request) -> RequestView:
         """The request as it is now. The first call must come before the engine has computed any of it."""
         tracked = self._tracked.get(request.request_id)
