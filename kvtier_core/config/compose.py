@@ -139,9 +139,8 @@ def check_quality(config: StackConfig, number: int, weights: str | None = None) 
     if isinstance(tier, ArenaTierConfig) or getattr(tier.serializer, "lossless", None) is not False:
         return ""
     path, chosen = config.path_of(number), tier.serializer
-    codec = _Call(config.plugin_of(chosen), "the serializer", f"{path}.serializer", config.problem).ask(
-        lambda: identity_of(chosen)
-    )
+    call = _Call(config.plugin_of(chosen), "the serializer", f"{path}.serializer", config.problem)
+    codec = call.ask(lambda: identity_of(chosen))
     if tier.accept_quality:
         return f"{tier.name}: answers may differ: {codec}; nobody has measured how far (accept_quality: unmeasured)"
     options = [f"{field.alias}: {getattr(chosen, field.name)}" for field in attrs.fields(type(chosen)) if field.init]
@@ -168,10 +167,10 @@ def open_keyed_seal(tier: StoreTierConfig) -> KeyedSeal | None:
         return None
     try:
         from kvtier_core.frames.keyed_seal import KeyedSeal  # only here: no other tier needs its library
+
+        return KeyedSeal.of(tier.seal_key.value, encrypt=tier.encrypt)
     except ImportError as error:
         raise BackendError(f"{error}; pip install 'kvtier[seal]'") from error
-    try:
-        return KeyedSeal.of(tier.seal_key.value, encrypt=tier.encrypt)
     except ValueError as error:
         raise BackendError(f"the secret in {tier.seal_key.variable} cannot be used: {error}") from None
 
@@ -295,8 +294,7 @@ class _Call:
     def ask(self, work: Callable[[], T]) -> T:
         """Call the plugin and return the result. Errors that plugins may raise become problems with the same text."""
         outcome = run(work)
-        error = outcome.error
-        if error is None:
+        if (error := outcome.error) is None:
             return outcome.value
         if isinstance(error, ConfigError):  # its `$` is the setting that chose this plugin
             problems = [(self.path + each.path.removeprefix("$"), each.why, each.hint) for each in error.problems]
