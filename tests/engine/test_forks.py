@@ -72,7 +72,7 @@ def kept_server(folder):
     words = [kvtier, "serve", "--config", folder / "kvtier.yaml", "--socket", path]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert any(line.startswith("engines write") for line in process.stdout)
+            assert any(line.startswith("ready") for line in process.stdout)
             yield path
         finally:
             process.terminate()
