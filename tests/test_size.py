@@ -16,14 +16,14 @@ CORE = "kvtier_core"
 #: Packages and files, and the lines of Python that all of them may have, docstrings and blanks included.
 BUDGETS = {
     "data plane": (
-        7300,  # aim: 5700
+        7394,  # aim: 5700
         [f"{CORE}/{each}" for each in ("types.py", "layouts.py", "errors.py", "interfaces", "frames", "stack")]
         + [f"{CORE}/transfer/io_pool.py"],
     ),
-    "server": (3483, [f"{CORE}/server"]),
-    "core": (36282, [CORE]),  # aim: 25500, without the server
+    "server": (3506, [f"{CORE}/server"]),
+    "core": (36764, [CORE]),  # aim: 25500, without the server
     "testing kit": (4563, [f"{CORE}/testing"]),
-    "plugins": (8960, ["plugins/*/kvtier_*"]),
+    "plugins": (9016, ["plugins/*/kvtier_*"]),
 }
 
 
