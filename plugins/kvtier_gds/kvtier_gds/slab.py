@@ -67,7 +67,7 @@ class Slab:
             undoing.callback(self._lock.release)
             self.folder: Folder = self._lock.take()
             remove_probes(self.folder)
-            for name in (FRAMES, TABLE):
+            for name in () if trial else (FRAMES, TABLE):
                 self.folder.remove_opened(name)
             self.direct, self.ring = effective_access(path, self.folder, direct=direct, io=io)
             opens, flags = (_nameless, os.O_RDWR) if trial else (Folder.open, os.O_RDWR | os.O_CREAT)
