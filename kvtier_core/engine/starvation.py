@@ -44,7 +44,7 @@ class Starvation:
         if now < self._next:
             return
         try:
-            waited = int(self._file.read_text().split()[1]) / 1e9
+            waited = int(self._file.read_text("ascii").split()[1]) / 1e9
         except (OSError, ValueError, IndexError):  # the kernel does not count this
             self._next = float("inf")
             return
