@@ -15,3 +15,11 @@ def wait_until(condition: Callable[[], Any], otherwise: str = "it never came") -
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.01)
     return found
+
+
+def assert_never(condition: Callable[[], Any], seconds: float = 0.5) -> None:
+    """Poll for a while; fails if the condition holds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert not condition()
+        time.sleep(0.01)

@@ -88,7 +88,8 @@ def _open(config: StackConfig, layout: ChunkLayout, output: Output) -> None:
         output.say(*(f"{name}: opened" for name, _ in observers))
         if without:
             output.value["without"] = list(map(str, without))
-            output.warn(*(f"{problem}; an engine starts without it" for problem in without))
+            for problem in without:
+                output.warn(f"{problem}; an engine starts without it")
         for what, why in _goes_without(config):
             output.warn(f"{what}: {why}; an engine starts all the same")
 

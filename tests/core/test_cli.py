@@ -171,7 +171,7 @@ def test_check_says_which_tier_an_engine_would_start_without(folder, capsys):
     (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
     problem = "kvtier.yaml:4: $.tiers[1]: file: not a folder; name one"
     assert main(["check", "kvtier.yaml", "--open"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"an engine starts without it: {problem}"
+    assert f"{problem}; an engine starts without it" in capsys.readouterr().err.splitlines()
     assert main(["check", "kvtier.yaml", "--open", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["without"], list(told["opened"])) == ([problem], ["heap"])

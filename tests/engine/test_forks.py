@@ -26,6 +26,7 @@ UNDOES |= {"LOCK_UN", "F_UNLCK"}
 #: Functions that make such calls, and are methods of no ProcessBound class.
 KNOWN = {
     "kvtier_core.cli.bench": "a command, which forks nobody",
+    "kvtier_core.cli.check": "a command, which forks nobody",
     "kvtier_core.cli.conform": "a command; pytest runs in a process of its own",
     "kvtier_core.cli.quality": "a command, whose engine spawns its processes",
     "kvtier_core.cli.tiers": "a command, which forks nobody",
@@ -81,7 +82,7 @@ def kept_server(folder):
 @pytest.fixture
 def folder():
     """In memory, where memory can be kept, and with a path that is short enough for a socket."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvtier-test-"))
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="forks-"))
     yield folder
     shutil.rmtree(folder)
 

@@ -41,7 +41,7 @@ def test_the_scheduler_side_serves_the_engine_that_its_workers_described(caplog)
         assert side.chunk_tokens == 256
         facts = dict(side.namespace.facts)
         assert (facts["engine"], facts["layers"], facts["chunk tokens"]) == ("a host 1.2", "a b | c", "256")
-        assert any("kvtier: a host 1.2; " in line for line in caplog.messages)
+        assert any("kvtier: serves a host 1.2; " in line for line in caplog.messages)
     finally:
         side.close()
 

@@ -16,8 +16,8 @@ MUTANTS = (
     Mutant(
         "a-check-changes-files",
         "kvtier_core/cli/check.py",
-        "range(len(config.tiers)), trial=True)",
-        "range(len(config.tiers)))",
+        "range(len(config.tiers)), without, trial=True)",
+        "range(len(config.tiers)), without)",
         AGREES + "[a slab that becomes smaller]",
     ),
     Mutant(
@@ -30,8 +30,8 @@ MUTANTS = (
     Mutant(
         "a-check-replaces-kept-memory",
         "kvtier_core/server/spaces.py",
-        "config.tiers.index(tier), closing, trial=trial)",
-        "config.tiers.index(tier), closing)",
+        "config.tiers.index(tier), keep, closing, trial=trial)",
+        "config.tiers.index(tier), keep, closing)",
         "tests/server/test_serve_command.py::test_check_leaves_kept_memory_as_it_is",
     ),
     Mutant(

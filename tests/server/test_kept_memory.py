@@ -7,12 +7,11 @@ import os
 import random
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from engine_process import BLOCKS, LAYOUT, NAMESPACE, OWN, STEPS, filled
-from patience import wait_until
+from patience import assert_never, wait_until
 from served import PATIENT, config_of, serving
 from servers.stopping import stop
 from test_kills import at_rest, engine, erase, server
@@ -208,8 +207,7 @@ def test_a_copy_under_way_ends_before_the_next_server_may_have_its_slot(tmp_path
         busy.mover.load(7, [busy.stack.lookup(OWN, "request").slots[0].index], PAGES)
     with serving(tmp_path, SLOTS, keep=keep) as second:
         spaces = second.server.spaces
-        time.sleep(0.5)
-        assert second.server.ask(lambda: spaces.adopts).result()
+        assert_never(lambda: not second.server.ask(lambda: spaces.adopts).result())
         busy.mover.wait([7])
         assert [each.ok for each in busy.mover.finished()] == [True]
         adopted(second)

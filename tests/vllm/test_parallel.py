@@ -64,7 +64,7 @@ def test_stages_keep_their_layers_and_reuse_them(engine, start, of_five_layers, 
     assert [Outcome.of(each) for each in again[:2]] == [hit(530, disk=512)] * 2
     for answers in (cold, warm, disk):
         assert largest_difference(answers, truth) < NOISE
-    assert "frames of 324KiB" in log  # 5 layers of 2 heads of 64 tokens, keys and values of 64 numbers
+    assert "a chunk takes 324KiB" in log  # 5 layers of 2 heads of 64 tokens, keys and values of 64 numbers
 
 
 def test_a_stage_may_have_no_layer_of_a_group(engine, start, tmp_path):
@@ -115,7 +115,7 @@ def test_the_latent_is_stored_once(start, tmp_path):
     assert held[0] == held[1] and len(set(held[0])) == 4
     assert [cold[2], own[2]] == [0, 512] and own == ours == disk
     assert (Outcome.of(told[-1]), Outcome.of(again[0])) == (hit(530, cpu=512), hit(530, disk=512))
-    assert "frames of 292KiB" in log  # 4 layers, 64 tokens of 512 + 64 numbers, and a header
+    assert "a chunk takes 292KiB" in log  # 4 layers, 64 tokens of 512 + 64 numbers, and a header
 
 
 ANY = {"identity": {"ranks": "any"}}

@@ -130,9 +130,9 @@ def test_digests_follow_frames_that_come_and_go(node):
     wait_until(lambda: second.facts().get(first.address) == "shows its frames")
     for key in KEYS:
         shown[key] = FRAMES[key]
-        wait_until(lambda key=key: finds(second, key), seconds=5)
+        wait_until(lambda key=key: finds(second, key))
     shown.pop(KEYS[0])
-    wait_until(lambda: list(second.contains(KEYS)) == [False, True, True, True], seconds=5)
+    wait_until(lambda: list(second.contains(KEYS)) == [False, True, True, True])
 
 
 def test_a_lookup_asks_nobody(node, behind):
