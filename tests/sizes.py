@@ -1,6 +1,5 @@
-"""How long the tests take: a plugin of pytest, and what the tests that can be made longer import."""
+"""How long the tests take."""
 
-import contextlib
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -22,12 +21,3 @@ def some(variants: Iterable[Any], *tried: Any) -> list[Any]:
 def _more(variant: Any) -> Any:
     values = variant if isinstance(variant, tuple) else (variant,)
     return pytest.param(*values, marks=pytest.mark.more)
-
-
-# Read when torch is imported, which tests/core does before tests/vllm/conftest.py. Threads that wait spin.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-with contextlib.suppress(ImportError):  # for `make gpu-check` it need not be installed
-    from hypothesis import settings
-
-    settings.register_profile("default", deadline=None)  # a busy machine is no failure
