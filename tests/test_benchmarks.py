@@ -29,7 +29,9 @@ def start(place: Path, *words: str) -> subprocess.Popen:
     for name, then in MADE_UP.items():
         (place / f"a_{name}.py").write_text(SECTION.format(title=f"Of {name}", then=then))
     sections = {name: f"a_{name}" for name in MADE_UP}
-    code = f"import sys, benchmarks.__main__ as it; sys.exit(it.main(sys.argv[1:], {sections}))"
+    # A shell has the processes that it puts into the background ignore SIGINT, and their children too.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += f"; import benchmarks.__main__ as it; sys.exit(it.main(sys.argv[1:], {sections}))"
     return python("-c", code, *words, PYTHONPATH=f"{ROOT}:{place}")
 
 
