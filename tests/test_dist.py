@@ -306,7 +306,7 @@ def test_a_stack_stores_and_loads(python, tmp_path):
     # kvtier_core.testing, which has the pages of such an engine, needs it.
     run(python, "-m", "pip", "install", "--quiet", "--target", tmp_path / "testing", "pytest")
     script = (
-        f"import sys; sys.path += [{str(tmp_path / 'testing')!r}, {str(ROOT / 'tests/core')!r}]\n"
+        f"import sys; sys.path += {[str(tmp_path / 'testing'), str(ROOT / 'tests/core'), str(ROOT / 'tests')]}\n"
         "from pathlib import Path\n"
         "from serving import Serving\n"
         "path = [bytes([i]) * 32 for i in range(4)]\n"
