@@ -9,9 +9,9 @@ FUZZ_VENV := .venv-fuzz
 DOCS_VENV := .venv-docs
 FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
 FUZZ_SECONDS ?= 60
-# Three files of tests at a time, for two cores: tests wait half of their time.
-PARALLEL := --numprocesses 3 --dist loadfile
-LONGER := -o timeout=7000 -o faulthandler_timeout=7200
+# Three files of tests at a time, for two cores: tests wait half of their time. One that hangs fails, and the run goes on.
+PARALLEL := --numprocesses 3 --dist loadfile --timeout 900
+LONGER := --timeout 7000 -o faulthandler_timeout=7200
 MANIFESTS := $(addsuffix /pyproject.toml,$(DISTS))
 NATIVE := $(shell find csrc -type f)
 
@@ -92,7 +92,7 @@ programs:
 test-long campaign chaos: export LONG ?= 25
 
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest $(LONGER) -m long $(PARALLEL)
+	$(BIN)/python -m pytest -m long $(PARALLEL) $(LONGER)
 
 # A hundred thousand harmed frames, and what became of each kind. Another CAMPAIGN_SEED harms them otherwise.
 campaign: $(VENV)/ready
