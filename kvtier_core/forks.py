@@ -1,4 +1,4 @@
-"""A fork copies an object, but not the lock, socket or file behind it: those are the same for both processes.
+"""A fork copies an object, but not the lock, socket or file behind it, which both processes share.
 
 A child that closed its copy would unlock, shut down, remove or write to what its parent still uses.
 """
@@ -7,31 +7,37 @@ from __future__ import annotations
 
 import functools
 import os
+import types
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 
 class ProcessBound:
-    """An object that only the process which made it closes. In a process forked from that one, closing does nothing."""
+    """An object that only the process which made it closes. In a process forked from that one, closing does nothing.
 
-    #: The methods that close it, and what each returns in a forked process.
-    closing: ClassVar[Mapping[str, Callable[[], Any]]] = {"close": lambda: None}
-    _process: int
+    Plugins' classes are derived from it too: its attributes cannot meet theirs, and frozen objects can have them.
+    """
+
+    __closing: Mapping[str, Callable[[], Any]] = types.MappingProxyType({"close": lambda: None})
+    __process: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
-        made._process = os.getpid()
+        object.__setattr__(made, "_ProcessBound__process", os.getpid())
         return made
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, closing: Mapping[str, Callable[[], Any]] | None = None, **kwargs: Any):
+        """``closing`` has the methods that close it, and what makes the result of each in a forked process."""
         super().__init_subclass__(**kwargs)
-        for name in cls.closing.keys() & vars(cls).keys():
-            setattr(cls, name, _where_made(vars(cls)[name], cls.closing[name]))
+        cls.__closing = closing or cls.__closing
+        for name, otherwise in cls.__closing.items():
+            if isinstance(method := vars(cls).get(name), types.FunctionType):
+                setattr(cls, name, ProcessBound.__where_made(method, otherwise))
 
+    @staticmethod
+    def __where_made(close: Callable[..., Any], otherwise: Callable[[], Any]) -> Callable[..., Any]:
+        @functools.wraps(close)
+        def closes(self: ProcessBound, *args: Any, **kwargs: Any) -> Any:
+            return close(self, *args, **kwargs) if self.__process == os.getpid() else otherwise()
 
-def _where_made(close: Callable[..., Any], otherwise: Callable[[], Any]) -> Callable[..., Any]:
-    @functools.wraps(close)
-    def closes(self: ProcessBound, *args: Any, **kwargs: Any) -> Any:
-        return close(self, *args, **kwargs) if self._process == os.getpid() else otherwise()
-
-    return closes
+        return closes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 
@@ -49,7 +49,7 @@ _ASK_AGAIN, _ASK_AGAIN_SHARE = 0.025, 0.25
 _IDLE_WAIT = 1e-3
 
 
-class SchedulerSide(ProcessBound):
+class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lambda: None}):
     """Call every method on the scheduler's thread, which owns the stack.
 
     The engine calls `arrived` for each request, `match` and `admitted` when it is about to start it, `finished` when it
@@ -57,8 +57,6 @@ class SchedulerSide(ProcessBound):
 
     With draft layers the KV of a position depends on ``lookahead`` tokens behind it, too. So does the key of a chunk.
     """
-
-    closing: ClassVar = {"close": lambda: None, "abandon": lambda: None}
 
     def __init__(
         self,

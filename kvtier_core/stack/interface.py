@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar
 
 from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces import Medium
@@ -13,7 +12,7 @@ from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
 
 
-class Stack(ProcessBound, abc.ABC):
+class Stack(ProcessBound, abc.ABC, closing={"close": list}):
     """An ordered stack of tiers. All methods are called on one thread, the owner's, and return without waiting for I/O.
 
     A *path* is the chunk keys of a prompt, root first. A *holder* is a name that the caller chooses, one for each
@@ -21,8 +20,6 @@ class Stack(ProcessBound, abc.ABC):
     that of the requests that name the path. It is part of the keys that encrypt frames below the arenas, so a path
     always comes with the same salt.
     """
-
-    closing: ClassVar = {"close": list}
 
     @abc.abstractmethod
     def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:

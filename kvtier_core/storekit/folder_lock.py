@@ -8,17 +8,14 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 from kvtier_core.errors import BackendError
 from kvtier_core.forks import ProcessBound
 from kvtier_core.storekit.folder import Folder
 
 
-class FileLock(ProcessBound):
+class FileLock(ProcessBound, closing={"release": lambda: None}):
     """Locks an open file, or folder, until `release`. Raises BlockingIOError if it is locked already."""
-
-    closing: ClassVar = {"release": lambda: None}
 
     def __init__(self, fd: int):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import attrs
 
@@ -80,10 +80,8 @@ def run_aside(work: Work, name: str) -> threading.Thread:
     return thread
 
 
-class IOPool(ProcessBound):
+class IOPool(ProcessBound, closing={"close": lambda: True}):  # a fork has none of its threads
     """A `Pool` of ``threads`` daemon threads. Loads go before stores."""
-
-    closing: ClassVar = {"close": lambda: True}  # a fork has none of its threads
 
     def __init__(self, name: str, threads: int = 1, wake: Callable[[], None] = lambda: None):
         """``wake`` is called on a thread of the pool whenever `step` has a continuation to run."""

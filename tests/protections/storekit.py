@@ -17,7 +17,7 @@ MUTANTS = (
     Mutant(
         "a-fork-closes-its-parents",
         "kvtier_core/forks.py",
-        "if self._process == os.getpid() else",
+        "if self.__process == os.getpid() else",
         "if True else",
         "tests/engine/test_forks.py::test_a_forked_child_closes_nothing_of_its_parents[folder lock]",
     ),
