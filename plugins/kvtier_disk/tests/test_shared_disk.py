@@ -11,6 +11,7 @@ import subprocess
 import attrs
 import pytest
 from disks import tmpfs
+from patience import HANG
 from test_disk import NBYTES, file_of, files, read, write
 
 from kvtier_core.config.load import load_config
@@ -25,7 +26,7 @@ from kvtier_disk.config import DiskConfig
 KEYS = FIRST, SECOND, THIRD = make_keys(3)
 
 
-def open_shared(path, *, capacity=0, model="tiny", timeout=5.0, longest=0, **settings):
+def open_shared(path, *, capacity=0, model="tiny", timeout=HANG, longest=0, **settings):
     ctx = make_context(namespace=make_namespace(model), capacity=capacity)
     ctx = attrs.evolve(ctx, timeout=Seconds(timeout), max_frame_nbytes=Nbytes(longest))
     return DiskConfig(path=path, shared=True, **{"min_free": Nbytes(0), **settings}).open(ctx)

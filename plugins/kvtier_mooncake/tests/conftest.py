@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
+from patience import HANG
 from servers.mooncake import ROOM, one_master
 
 from kvtier_core.testing.samples import make_context
@@ -30,7 +31,7 @@ def open_tier():
     """Opens tiers on a master, with settings of MooncakeConfig and of OpenContext."""
     opened = []
 
-    def open_tier(master, *, capacity=0, timeout=5.0, **settings):
+    def open_tier(master, *, capacity=0, timeout=HANG, **settings):
         ctx = attrs.evolve(make_context(capacity=capacity), timeout=Seconds(timeout))
         opened.append(MooncakeConfig(master=master.address, **settings).open(ctx))
         return opened[-1]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import wait_until
+from patience import answered, wait_until
 from servers.mooncake import ROOM, Master
 from servers.stopping import stop
 from sizes import some
@@ -59,7 +59,7 @@ def when_it_works(tier):
             return False
 
     wait_until(does, "a tier does not work again")
-    works(tier)
+    answered(lambda: works(tier))
 
 
 def client_of(parent):
@@ -89,7 +89,7 @@ def test_a_master_that_was_killed_and_started_again_empty(master, tier, call):
 def test_a_master_that_hangs(master, owner, open_tier, call):
     """The call ends while the master still hangs, and the tier works when that is over."""
     tier = open_tier(master, timeout=3)
-    works(tier)
+    answered(lambda: works(tier))
     with master.stopped(), pytest.raises(BackendError, match=f"{master.address}: (no answer in time|.* not answer)"):
         CALLS[call](tier)
     when_it_works(tier)
@@ -136,7 +136,7 @@ def test_an_owner_that_was_killed_is_a_miss_for_its_frames_alone(master, open_ti
 
 def test_an_owner_that_hangs(master, owner, open_tier):
     tier = open_tier(master, timeout=3)
-    works(tier)
+    answered(lambda: works(tier))
     with owner.stopped():
         try:
             found = read(tier, *KEYS)
@@ -200,7 +200,7 @@ def test_a_client_whose_process_ends_is_started_again(tier, call):
 
 def test_a_client_that_hangs(master, owner, open_tier):
     tier = open_tier(master, timeout=1)
-    works(tier)
+    answered(lambda: works(tier))
     client = client_of(os.getpid())
     stop(client)
     for _ in range(9):
@@ -213,15 +213,15 @@ def test_a_client_that_hangs(master, owner, open_tier):
 def test_a_late_answer_is_not_taken_for_the_next(master, owner, open_tier):
     """Nor is the memory used again before, to which a read may still be writing."""
     tier = open_tier(master, timeout=3)
-    write(tier, ONE)
+    answered(lambda: write(tier, ONE))
     client = client_of(os.getpid())
     stop(client)
     for late in (lambda: read(tier, ONE), lambda: tier.contains([ONE, ONE])):
         with pytest.raises(BackendError, match="no answer in time"):
             late()
     os.kill(client, signal.SIGCONT)
-    assert tier.contains([TWO]) == [False]
-    assert read(tier, TWO, ONE) == ["miss", "hit"]
+    assert answered(lambda: tier.contains([TWO])) == [False]
+    assert answered(lambda: read(tier, TWO, ONE)) == ["miss", "hit"]
 
 
 def test_the_client_ends_with_the_engine(master, owner):
@@ -244,7 +244,7 @@ time.sleep(600)
 
 def test_the_client_says_nothing_on_the_engines_streams(master, owner, open_tier, capfd):
     tier = open_tier(master, timeout=3)
-    works(tier)
+    answered(lambda: works(tier))
     with master.stopped(), pytest.raises(BackendError):
         tier.contains(KEYS)
     tier.close()

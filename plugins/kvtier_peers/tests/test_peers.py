@@ -9,7 +9,7 @@ import time
 
 import pytest
 from nodes import FRAMES, KEYS, NBYTES, finds, free_port, holders, open_node, read
-from patience import assert_never, wait_until
+from patience import HANG, assert_never, wait_until
 from servers.redis import make_certificate
 
 from kvtier_core.errors import BackendError
@@ -161,7 +161,7 @@ def test_connections_are_bounded_whether_they_have_said_anything_or_not(node, mo
         for _ in range(2):
             strangers.enter_context(socket.create_connection((host, int(port)))).recv(1)  # its greeting
         third = strangers.enter_context(socket.create_connection((host, int(port))))
-        third.settimeout(20)
+        third.settimeout(HANG)
         assert third.recv(1) == b""
     second = node(peers=[first.address])
     wait_until(lambda: finds(second, *KEYS))

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import HANG
 from sizes import some
 
 _READER, _OWNER, _PORT = "10.77.0.1", "10.77.0.2", 7710
@@ -31,7 +32,7 @@ def test_a_cable_that_is_pulled_is_a_miss_and_is_found_again(tmp_path, when):
         env=environment,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr
 

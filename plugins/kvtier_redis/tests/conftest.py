@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 from frames import PART
+from patience import HANG
 from servers.redis import one_server
 
 from kvtier_core.testing.samples import make_context
@@ -38,7 +39,7 @@ def open_tier():
     """Opens tiers on a server, with settings of RedisConfig and of OpenContext."""
     opened = []
 
-    def open_tier(server, *, capacity=0, timeout=5.0, namespace=None, **settings):
+    def open_tier(server, *, capacity=0, timeout=HANG, namespace=None, **settings):
         ctx = make_context(capacity=capacity, namespace=namespace)
         config = RedisConfig(**{"url": server.url, "part": Nbytes(PART), **settings})
         opened.append(config.open(attrs.evolve(ctx, timeout=Seconds(timeout))))

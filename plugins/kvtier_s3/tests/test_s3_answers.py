@@ -11,6 +11,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from patience import HANG
 from servers.s3 import S3Server
 
 from kvtier_core.errors import BackendError
@@ -116,7 +117,7 @@ def test_an_answer_that_trickles_has_no_more_time_than_others(serve):
 
 def test_an_object_that_does_not_fit_touches_nothing(serve):
     room = Poisoned(FRAME_ALIGNMENT)
-    assert list(serve(body(2 * FRAME_ALIGNMENT)).read([KEY], [room.view])) == [0]
+    assert list(serve(body(2 * FRAME_ALIGNMENT), timeout=HANG).read([KEY], [room.view])) == [0]
     assert room.untouched_beyond(0)
 
 
