@@ -10,7 +10,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,30 @@ def engine(model):
             started.close()
 
     return start
+
+
+@pytest.fixture
+def longest_step(monkeypatch) -> Callable[[], float]:
+    """``longest_step()``: the most seconds from a question of an engine of this process to its next for that request.
+
+    A wait ends when the engine asks, so it may last that much longer than ``load_wait``.
+    """
+    from kvtier_core.vllm.connector import KVTierConnector
+
+    last: dict[str, float] = {}
+    steps = [0.0]
+    ask = KVTierConnector.get_num_new_matched_tokens
+
+    def noted(connector: KVTierConnector, request: Any, computed: int) -> tuple[int | None, bool]:
+        before, last[request.request_id] = last.get(request.request_id), time.monotonic()
+        try:
+            return ask(connector, request, computed)
+        finally:
+            if before is not None:
+                steps.append(time.monotonic() - before)
+
+    monkeypatch.setattr(KVTierConnector, "get_num_new_matched_tokens", noted)
+    return lambda: max(steps)
 
 
 @pytest.fixture

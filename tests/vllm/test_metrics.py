@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import prometheus_client
 from conftest import cpu_and_disk, prompt
+from patience import HANG
 
 from kvtier_core.engine.scheduler.waiting import PrefillSpeed
 from kvtier_core.observers.metrics import METRICS
@@ -61,7 +62,7 @@ def test_everything_is_counted_and_adds_up(engine, tmp_path):
         assert told["kvtier_chunks", "disk", "read"] == told["kvtier_chunks", "cpu", "promoted"] == 17
         for tier, operation in (("cpu", "load"), ("disk", "read"), ("disk", "write")):
             assert told["kvtier_operation_seconds_count", tier, operation] >= 1
-            assert 0 < told["kvtier_operation_seconds_sum", tier, operation] < 60
+            assert 0 < told["kvtier_operation_seconds_sum", tier, operation] < HANG
             assert told["kvtier_moved_bytes", tier, operation] > 0
         assert told["kvtier_moved_bytes", "cpu", "store"] > 0
         assert ("kvtier_operation_seconds_count", "cpu", "store") not in told, "that would be the time of a step"

@@ -22,8 +22,6 @@ from kvtier_peers.link import Link
 from kvtier_peers.settings import Address
 
 ASKED, ANOTHER = prompt(140, 530), prompt(141, 530)
-#: Seconds in which an engine notices that a load_wait of one second is over: on a loaded machine its steps are long.
-NOTICED = 4
 
 
 def node(*peers, packing="off", patience="10s", capacity="64MiB"):
@@ -133,7 +131,7 @@ def test_an_owner_that_ends_or_stops_is_a_miss(engine, fork_server, model, meets
     first = node()
     with beside(fork_server, model, first) as owner:
         owner.ask(ASKED)
-        with engine(node(address_of(first), patience="1s")) as reader:
+        with engine({**node(address_of(first), patience="1s"), "load_wait": f"{HANG}s"}) as reader:
             meets(address_of(first))
             reader.ask(ANOTHER)
             end = lambda: stop(owner.pid, how)  # noqa: E731
@@ -145,9 +143,8 @@ def test_an_owner_that_ends_or_stops_is_a_miss(engine, fork_server, model, meets
             else:
                 fill = Link._fill
                 monkeypatch.setattr(Link, "_fill", lambda link, view: (len(view) > 4096 and end(), fill(link, view))[1])
-            begun = time.monotonic()
             assert reader.ask(ASKED)[0].differs(truth) < NOISE
-            assert time.monotonic() - begun < 20
+            assert reader.outcomes()[-1].waited < HANG
             monkeypatch.undo()
             assert reader.ask(ASKED)[0].differs(truth) < NOISE
             assert reader.outcomes()[-1].tiers.keys() == {"cpu"}
@@ -156,8 +153,12 @@ def test_an_owner_that_ends_or_stops_is_a_miss(engine, fork_server, model, meets
             os.kill(owner.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("rate", "from_first"), some([(125e6, 512), (5e5, 0)]), ids=["1 Gbit/s", "4 Mbit/s"])
-def test_over_links_of_50_ms_no_request_waits_beyond_load_wait(engine, fork_server, model, meets, rate, from_first):
+@pytest.mark.parametrize(
+    ("rate", "load_wait", "from_first"), some([(125e6, HANG, 512), (5e5, 1, 0)]), ids=["1 Gbit/s", "4 Mbit/s"]
+)
+def test_over_links_of_50_ms_no_request_waits_beyond_load_wait(
+    engine, fork_server, model, meets, longest_step, rate, load_wait, from_first
+):
     """Three nodes. What is too slow to come within it, here in eight seconds, is computed, and right."""
     with engine() as plain:
         truths = plain.ask(ASKED, ANOTHER)
@@ -170,13 +171,13 @@ def test_over_links_of_50_ms_no_request_waits_beyond_load_wait(engine, fork_serv
         for owner, asked in zip(owners, (ASKED, ANOTHER), strict=True):
             open_now.enter_context(beside(fork_server, model, owner)).ask(asked)
         addresses = [f"127.0.0.1:{link.port}" for link in links]
-        reader = open_now.enter_context(engine({**node(*addresses), "load_wait": "1s"}))
+        reader = open_now.enter_context(engine({**node(*addresses), "load_wait": f"{load_wait}s"}))
         meets(*addresses)
         answers = [reader.ask(asked)[0] for asked in (ASKED, ANOTHER)]
         outcomes = reader.outcomes()
         assert max(map(Answer.differs, answers, truths)) < NOISE
         assert outcomes[0].tiers.get("peers", 0) == from_first
-        assert all(outcome.waited < NOTICED for outcome in outcomes)
+        assert max(outcome.waited for outcome in outcomes) <= load_wait + longest_step()
         reader.assert_at_rest()
 
 
