@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.bare import must
 from benchmarks.measure import progress
+from kvtier_core.errors import BackendError
+from kvtier_core.server.memory import probe
 
 KVTIER = Path(sys.executable).with_name("kvtier")
 
@@ -124,13 +126,23 @@ def kvtier_server(place: Path, nbytes: int) -> Iterator[Served]:
     file, path = place / "kvtier.yaml", place / "s"
     file.write_text(json.dumps({"version": 1, "tiers": memory(nbytes)}))
     command: list[str | Path] = [KVTIER, "serve", "--config", file, "--socket", path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
-            must(any(line.startswith("ready") for line in server.stdout or ()))
+            while not _answers(path):
+                must(server.poll() is None)
+                time.sleep(0.05)
             yield Served(path, server)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
+
+
+def _answers(path: Path) -> bool:
+    try:
+        probe(path)
+    except BackendError:
+        return False
+    return True
 
 
 def memory(nbytes: int) -> list[dict[str, str]]:

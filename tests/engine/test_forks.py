@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from forked import OPENERS
 from patience import HANG
+from servers.kvtier import kvtier_serve
 from servers.mooncake import ROOM, one_master
 from servers.redis import one_server
 from servers.s3 import ENVIRONMENT, s3_server  # noqa: F401 - a fixture
@@ -69,14 +70,8 @@ def kept_server(folder):
     (folder / "kept").mkdir(mode=0o700)
     tier = f"{{type: cpu, capacity: 1MiB, huge_pages: 'off', keep: {folder / 'kept'}}}"
     (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {tier}\n")
-    kvtier, path = Path(sys.executable).with_name("kvtier"), folder / "kvtier.sock"
-    words = [kvtier, "serve", "--config", folder / "kvtier.yaml", "--socket", path]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert any(line.startswith("ready") for line in process.stdout)
-            yield path
-        finally:
-            process.terminate()
+    with kvtier_serve(folder / "kvtier.yaml", folder / "kvtier.sock"):
+        yield folder / "kvtier.sock"
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from engine_process import BLOCKS, LAYOUT, NAMESPACE, OWN, STEPS, filled
 from patience import wait_until
 from served import PATIENT, serving
+from servers.kvtier import kvtier_serve
 
 from kvtier_core.server.client import RemoteStack
 from kvtier_core.server.memory import served_tier
@@ -106,5 +107,4 @@ def server(folder, path, *stores, keep=None, capacity="1MiB"):
     kept = f", keep: {keep}" if keep else ""
     below = "".join(f"  - {json.dumps(store)}\n" for store in stores)
     file.write_text(f"version: 1\ntiers:\n  - {{type: cpu, capacity: {capacity}, huge_pages: off{kept}}}\n{below}")
-    kvtier = Path(sys.executable).with_name("kvtier")
-    return process(kvtier, "serve", "--config", file, "--socket", path, ready="ready")
+    return kvtier_serve(file, path, signal.SIGKILL)

@@ -6,16 +6,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from patience import HANG
+from servers.kvtier import KVTIER
 from servers.stopping import stop
 from test_kills import process, server
 
-KVTIER = Path(sys.executable).with_name("kvtier")
 TIERS = "version: 1\ntiers:\n  - {type: cpu, capacity: 1MiB, huge_pages: off}\n"
 
 
@@ -47,7 +46,7 @@ def test_check_opens_the_memory_and_ends(file):
 @pytest.mark.parametrize("capacity", ["1MiB", "2MiB"])
 @pytest.mark.parametrize("there", [False, True])
 def test_check_leaves_kept_memory_as_it_is(tmp_path, there, capacity):
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvtier-test-") as home:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="check-") as home:
         keep, file = Path(home) / "kept", tmp_path / "kvtier.yaml"
         if there:
             with server(tmp_path, tmp_path / "s", keep=keep):
@@ -96,10 +95,10 @@ def test_settings_of_engines_are_refused_in_its_file(tmp_path):
 def test_systemd_is_notified_when_it_serves_and_when_it_stops(file, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
-        systemd.settimeout(30)
+        systemd.settimeout(HANG)
         environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "notify")}
         command = (KVTIER, "serve", "--config", file, "--socket", tmp_path / "s")
-        with process(*command, ready="ready", env=environment) as running:
+        with subprocess.Popen(command, env=environment) as running:
             assert systemd.recv(64) == b"READY=1"
             running.send_signal(signal.SIGTERM)
             assert systemd.recv(64) == b"STOPPING=1"

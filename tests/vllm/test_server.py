@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 
 import tiny_hybrids
 from conftest import hit, prompt
 from other_engine import beside
 from patience import HANG
+from servers.kvtier import kvtier_serve
 from test_data_parallel import one_life
 from test_hybrid import OPTIONS
 from test_processes import largest_difference, run
 
 NOISE = 1e-3
-KVTIER = Path(sys.executable).with_name("kvtier")
 
 
 @contextlib.contextmanager
@@ -31,13 +28,8 @@ def serving(folder, *stores, capacity="64MiB", keep=None, packing="off"):
     tiers = [f"{{type: cpu, capacity: {capacity}, huge_pages: off, packing: {packing}{kept}}}", *stores]
     file = folder / "kvtier.yaml"
     file.write_text("version: 1\ntiers:\n" + "".join(f"  - {tier}\n" for tier in tiers))
-    with subprocess.Popen([KVTIER, "serve", "--config", file, "--socket", path], stdout=-1, text=True) as server:
-        try:
-            assert any(line.startswith("ready") for line in server.stdout)
-            yield server
-        finally:
-            server.terminate()
-            server.wait(HANG)
+    with kvtier_serve(file, path) as server:
+        yield server
 
 
 def of(folder):

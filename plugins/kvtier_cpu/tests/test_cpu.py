@@ -124,7 +124,7 @@ def test_a_killed_owner_leaves_nothing_behind(owner):
     assert [ended.ok for ended in mover.finished()] == [True], "a worker that outlives the owner reads what it mapped"
     mover.close()
     assert holders(inode) == set()
-    assert not any("kvtier" in name for name in os.listdir("/dev/shm"))
+    assert inode not in [entry.inode() for entry in os.scandir("/dev/shm")]
 
 
 def test_a_dead_owner_is_not_reached(owner):
