@@ -72,7 +72,8 @@ class Folder:
     def at(cls, path: Path, *, make: bool = False) -> Folder:
         """The folder that the path leads to now. Raises BackendError if others than this user may write to it.
 
-        With ``make``, it and the folders above are made, as far as they are missing.
+        With ``make``, it and the folders above are made as far as they are missing, and it is closed again if kubelet
+        has opened it to its group.
         """
         found = cls(os.open("/", _ON_THE_WAY), "/")
         names = list(path.absolute().parts[:0:-1])  # to go, the next one last
@@ -86,7 +87,7 @@ class Folder:
                 if not names or links > _MAX_LINKS:
                     must_be_ours(found.status(name), found.path / name if names else path)
                 names += reversed(Path(found._link(name)).parts)
-        if found._close_to_group():
+        if make and found._close_to_group():
             logger.warning(
                 "kvtier: %s: was opened to its group, as kubelet opens a volume with fsGroup; files that the group "
                 "could have changed are not used; to keep them, write fsGroupChangePolicy: OnRootMismatch "
@@ -94,7 +95,7 @@ class Folder:
                 path,
             )
         must_be_ours(os.fstat(found.fd), path)
-        if make and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        if make and not os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=found.fd):
             raise BackendError(f"{path}: this user may not write here; give it the permission, or name another folder")
         return cls(os.open(".", _FOLDER, dir_fd=found.fd), path)
 
@@ -147,12 +148,12 @@ class Folder:
     def _close_to_group(self) -> bool:
         """Close a folder that kubelet has opened to a group of this process. False if it has not.
 
-        It does so at each start of a pod, with all that lies in a volume with fsGroup. The files in the folder stay as
-        they are, by which they are known: the group may have changed them.
+        It does so at each start of a pod, with all that lies in a volume with fsGroup. The files in the folder keep
+        their modes, which mark those that the group may have changed.
         """
         status = os.fstat(self.fd)
         opened = status.st_uid == os.geteuid() and status.st_mode & 0o7022 == stat.S_ISGID | stat.S_IWGRP
-        if opened := opened and status.st_gid in os.getgroups():
+        if opened := opened and status.st_gid in (os.getegid(), *os.getgroups()):
             os.chmod(".", stat.S_IMODE(status.st_mode) & ~0o077, dir_fd=self.fd)
         return opened
 

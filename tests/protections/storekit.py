@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "folders-that-any-group-may-write-to",
         STOREKIT + "/folder.py",
-        "        if opened := opened and status.st_gid in os.getgroups():\n",
+        "        if opened := opened and status.st_gid in (os.getegid(), *os.getgroups()):\n",
         "        if opened:\n",
         VOLUMES + "test_a_folder_that_was_opened_to_a_group_of_others_is_refused",
     ),
