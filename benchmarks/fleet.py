@@ -33,7 +33,7 @@ NODES = sized((10, 100, 1000), (10,))
 SHOWN = 4096  # chunks of a node: 64 GiB in chunks of 16 MiB, 128 tokens of an 8B model
 KEYS = 128
 ROUNDS = sized(21, 1)
-ABSENT = sized(1 << 17, 1 << 10)  # keys that nobody has
+ABSENT = sized(1 << 17, 1 << 10)  # keys that no node has
 
 #: The made-up trace: sessions whose prompts grow by two chunks a turn, behind one of twenty system prompts.
 SLOTS, SYSTEM, TURNS, PROMPTS, SESSIONS = 96, 4, 12, 24, 4

@@ -115,7 +115,7 @@ def main(conditions: list[str], command: list[str]) -> int:
             environment["HOME"] = str(home)
         if "user" in conditions:
             where = closing.enter_context(new_folder("kvtier"))
-            environment.pop("KVTIER_CI", None)  # nobody has run the demo there, of which some tests need what it left
+            environment.pop("KVTIER_CI", None)  # some tests would need what `make demo` leaves
             clone_for_nobody(where)
             shutil.chown(home, "nobody", "nogroup")
             subprocess.run((*NOBODY, "make", "venv"), check=True, cwd=where, env=environment)

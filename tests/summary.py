@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+_collected = 0
 _ran: set[str] = set()
 #: Of modules that were skipped whole. xdist reports only tests to the process that prints.
 _modules: list[str] = []
@@ -22,6 +23,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    global _collected
+    _collected = session.testscollected
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["skipped modules"] = _modules
 
@@ -40,9 +43,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_sep("=", "skipped")
     for reason, count in sorted(Counter(reasons).items()):
         terminalreporter.write_line(f"{count:5}  {reason}")
-    collected = terminalreporter._session.testscollected
-    if not terminalreporter.config.option.collectonly and (left := collected - len(_ran)) > 0:
-        terminalreporter.write_sep("=", f"{left} of {collected} tests did not run", red=True)
+    if not terminalreporter.config.option.collectonly and (left := _collected - len(_ran)) > 0:
+        terminalreporter.write_sep("=", f"{left} of {_collected} tests did not run", red=True)
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 
 def _open(config: StackConfig, layout: ChunkLayout, output: Output) -> None:
-    """Open what an engine opens when it starts, say what came of it, and leave no trace. Raises ConfigError."""
+    """Open what an engine opens when it starts, report the result, and leave no trace. Raises ConfigError."""
     trial = attrs.evolve(tiers.context(layout), trial=True)
     without: list[Problem] = []
     made = [folder for each in (*config.observers, config.record) for folder in tiers.folders(each)]

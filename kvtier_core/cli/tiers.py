@@ -115,8 +115,8 @@ def opened(
 ) -> Iterator[list[OpenedTier]]:
     """Tiers by their numbers, opened as an engine would, in a namespace that nobody else has; nothing of it is left.
 
-    What is written to them is for the caller to delete; in a ``trial`` nothing is. Raises ConfigError if one cannot be
-    opened; but the problems of one that is not required are added to ``without``, if that is a list.
+    The caller deletes the frames that it writes; a ``trial`` changes no file. Raises ConfigError if a tier cannot be
+    opened; but if ``without`` is a list, it gets the problems of those that are not required.
     """
     numbers = list(numbers)
     ctx = attrs.evolve(context(layout), trial=trial)

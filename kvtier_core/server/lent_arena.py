@@ -37,7 +37,7 @@ class LentArena(Arena):
         return self._slots + self._share.unused
 
     def slots_for(self, chunks: int) -> int:
-        """Borrow what it lacks: nobody knows before which of the unused slots it gets."""
+        """Borrows the slots that it lacks: only then is it known how many of the unused ones it can get."""
         self._borrow(chunks - self._slots)
         return min(chunks, self._slots)
 

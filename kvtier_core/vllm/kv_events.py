@@ -49,7 +49,7 @@ def obstacle(kv_cache_config: KVCacheConfig) -> str:
     if to_event_extra_keys is None:
         return "this vLLM has another form of events"
     if len(kv_cache_config.kv_cache_groups) > 1:
-        return "that all blocks of a prompt are held does not mean that a hybrid model can continue behind them"
+        return "that all blocks of a prompt are held does not mean that a hybrid model can continue after them"
     return ""
 
 
@@ -134,7 +134,9 @@ class KVEvents:
         if self._table is not self._pool.cached_block_hash_to_block:
             self._table = self._pool.cached_block_hash_to_block
             held = sorted(self._published.values(), key=lambda each: each.number)  # parents first
-            self._events = [each.stored(medium) for each in held for medium in {*map(self._media.get, each.tiers)}]
+            self._events = [
+                each.stored(medium) for each in held for medium in sorted({*map(self._media.get, each.tiers)})
+            ]
         events, self._events = self._events, []
         return events
 

@@ -1,4 +1,4 @@
-"""A request waits for no chunk that its own chunks keep out of the arena: it gets as many as fit, and is told why."""
+"""A request waits for no chunk that its own chunks keep out of the arena: it gets as many as fit, and the reason."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A process that opens something and forks children, which end in every way; each time its own must still work.
+"""A process that opens a resource and forks children, which end in every way; after each one the resource must work.
 
-python forked.py WHAT FOLDER [ADDRESS], where WHAT is a key of `OPENERS`, and ADDRESS that of its server
+python forked.py RESOURCE FOLDER [ADDRESS]: a key of `OPENERS`, a folder to use, and the address of its server
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ from kvtier_core.transfer.io_pool import IOPool, run_aside
 from kvtier_core.types import Event, EventKind, Namespace, Seconds
 from kvtier_disk.shared_account import FolderAccount
 
-#: Closes what was opened, and raises unless it works.
+#: Closes the resource; raises if it does not work.
 Opened = tuple[Callable[[], object], Callable[[], object]]
-#: Seconds after which a child that hangs is killed.
-HANGS = 60
 #: Bytes of a store, and of one of which a user takes more than a frame in advance.
 CAPACITY, LARGE = 1 << 24, 1 << 30
 LAYOUT = make_layout((1024, 3072), 4)
@@ -76,7 +74,7 @@ def refused(work: Callable[[], object]) -> None:
     raise AssertionError("somebody else can have it")
 
 
-# -- what is opened ----------------------------------------------------------------------------------------------
+# -- the resources -----------------------------------------------------------------------------------------------
 
 
 def folder_lock(folder: Path) -> Opened:
@@ -405,7 +403,7 @@ if __name__ == "__main__":
     for end in unwinds, ends:
         child = os.fork()
         if not child:
-            signal.alarm(HANGS)
+            signal.alarm(int(HANG))
             end(close)
         assert (code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == 0, f"a child that {end.__name__}: {code}"
         time.sleep(0.1)  # for what notices a moment later
@@ -413,7 +411,7 @@ if __name__ == "__main__":
     for target in close, time.time:
         process = multiprocessing.get_context("fork").Process(target=target, daemon=True)
         process.start()
-        process.join(HANGS)
+        process.join(HANG)
         assert process.exitcode == 0, f"a child of multiprocessing: {process.exitcode}"
         works()
     close()

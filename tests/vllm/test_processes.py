@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,17 @@ def largest_difference(answers, truth):
         assert tokens == true_tokens
         largest = max([largest, *(abs(a - b) for a, b in zip(logprobs, true_logprobs, strict=True))])
     return largest
+
+
+def polls() -> bool:
+    """Does this process, or one that it spawns, give its core away only to get it back at once?"""
+    ask = "import os, sys; sys.exit(type(os.sched_yield).__name__ == 'builtin_function_or_method')"
+    return isinstance(os.sched_yield, types.BuiltinFunctionType) or bool(subprocess.call([sys.executable, "-c", ask]))
+
+
+def test_processes_of_engines_sleep_where_they_would_poll(fork_server):
+    """Otherwise they take the cores of other tests."""
+    assert fork_server.run("test_processes:polls", FORKED)[0] is False
 
 
 @pytest.fixture(scope="module")

@@ -58,5 +58,5 @@ class DiskConfig(BackendConfig):
     def recount(self, capacity: Nbytes) -> None:
         from kvtier_disk.shared_account import recount_folder
 
-        # Counted anew: others may have written since these bytes were counted.
+        # Count again: others may have written since.
         recount_folder(place_in(self.path), capacity)
