@@ -8,7 +8,7 @@ way.
 
 When vLLM resets its own cache, it publishes `AllBlocksCleared`, at which routers forget the blocks of every medium. No
 connector is called then, but vLLM's pool has a new table of blocks. Everything that tiers still hold is therefore
-published again, in the same batch, behind that event.
+published again, in the same batch, after that event.
 """
 
 from __future__ import annotations
