@@ -73,13 +73,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _open(config: StackConfig, layout: ChunkLayout, output: Output) -> None:
     """Open what an engine opens when it starts, report the result, and leave no trace. Raises ConfigError."""
-    trial = attrs.evolve(tiers.context(layout), trial=True)
+    ctx = attrs.evolve(tiers.context(layout), checking=True)
     without: list[Problem] = []
     made = [folder for each in (*config.observers, config.record) for folder in tiers.folders(each)]
     with tiers.no_new_folders([*made, *runtime_folders()]), contextlib.ExitStack() as closing:
-        open_token_database(config, trial.namespace)
-        opened = closing.enter_context(tiers.opened(config, layout, range(len(config.tiers)), without, trial=True))
-        recorder, observers = open_beside(config, trial)
+        open_token_database(config, ctx.namespace)
+        opened = closing.enter_context(tiers.opened(config, layout, range(len(config.tiers)), without, checking=True))
+        recorder, observers = open_beside(config, ctx)
         if recorder:
             closing.callback(recorder.path.unlink)
             closing.callback(recorder.close)

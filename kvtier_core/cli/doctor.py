@@ -136,7 +136,7 @@ def _together(config: StackConfig, layout: ChunkLayout, found: list[Diagnosis]) 
     """All tiers at once, as an engine opens them: two of them may want the same folder."""
 
     def opened() -> None:
-        with tiers.opened(_small(config), layout, range(len(config.tiers)), trial=True):
+        with tiers.opened(_small(config), layout, range(len(config.tiers)), checking=True):
             pass
 
     error = run_within(opened, _PATIENCE * 5.0)

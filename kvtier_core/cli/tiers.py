@@ -111,15 +111,15 @@ def opened(
     numbers: Iterable[int],
     without: list[Problem] | None = None,
     *,
-    trial: bool = False,
+    checking: bool = False,
 ) -> Iterator[list[OpenedTier]]:
     """Tiers by their numbers, opened as an engine would, in a namespace that nobody else has; nothing of it is left.
 
-    The caller deletes the frames that it writes; a ``trial`` changes no file. Raises ConfigError if a tier cannot be
-    opened; but if ``without`` is a list, it gets the problems of those that are not required.
+    The caller deletes the frames that it writes; with ``checking`` no file changes. Raises ConfigError if a tier cannot
+    be opened; but if ``without`` is a list, it gets the problems of those that are not required.
     """
     numbers = list(numbers)
-    ctx = attrs.evolve(context(layout), trial=trial)
+    ctx = attrs.evolve(context(layout), checking=checking)
     tiers: list[OpenedTier] = []
     collector, of_optional = ProblemCollector(), ProblemCollector()
     with contextlib.ExitStack() as closing:

@@ -181,7 +181,7 @@ def packs(config: StackConfig, device: str) -> bool:
 
 
 def open_arena(
-    config: StackConfig, number: int, keep: Path | None, closing: contextlib.ExitStack, *, trial: bool = False
+    config: StackConfig, number: int, keep: Path | None, closing: contextlib.ExitStack, *, checking: bool = False
 ) -> AllocatorBackend:
     """The memory of an arena alone, in the folder ``keep`` if there is one; ``closing`` closes it.
 
@@ -189,7 +189,7 @@ def open_arena(
     """
     tier = config.tiers[number]
     page = KVGroup("memory", KVKind.FULL_ATTENTION, (FRAME_ALIGNMENT,), 1, "uint8", KVStructure.OPAQUE)
-    context = OpenContext(Namespace.of({}), ChunkLayout([page], 1), tier.capacity, keep=keep, trial=trial)
+    context = OpenContext(Namespace.of({}), ChunkLayout([page], 1), tier.capacity, keep=keep, checking=checking)
     memory = _Opening(config, number, tier, _REAL, closing).store(context)
     if not isinstance(memory, SupportsSharing):
         why = f"the memory of {tier.source.plugin} cannot be shared with other processes (SupportsSharing)"

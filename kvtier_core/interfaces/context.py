@@ -69,8 +69,8 @@ class OpenContext:
     #: The folder, on a file system in memory, in which an arena's memory outlives this process (`SupportsKeeping`).
     #: None: it does not.
     keep: Path | None = None
-    #: It is opened to learn whether it can be, and closed: nothing that others could find is made, changed or removed.
-    trial: bool = False
+    #: A command opens it to learn whether that works: it makes, changes and removes nothing that others could find.
+    checking: bool = False
     #: For a tier of peers: the sealed frames in the hottest arena, for any thread to read. Their memory may be reused
     #: at any moment: a copy counts only if its key still maps to the same view (``is``) when it is complete.
     sealed: Mapping[ChunkKey, memoryview] = attrs.field(factory=dict, eq=False, repr=False)

@@ -64,9 +64,9 @@ class JsonLines(Observer):
         self._longest = max(_SHORTEST, config.capacity // (_FILES * ctx.replicas))  # of a file
         self._file = -1
         self._room = 0
-        self._trial = ctx.trial
+        self._checking = ctx.checking
         config.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for file in self._files() if not ctx.trial else ():
+        for file in self._files() if not ctx.checking else ():
             with _locked(file) as descriptor:
                 if descriptor is not None:
                     _cut_off_half_a_line(descriptor)
@@ -87,7 +87,7 @@ class JsonLines(Observer):
 
     def close(self) -> None:
         """Close the file."""
-        if self._trial:
+        if self._checking:
             (self._folder / self._name).unlink()
         os.close(self._file)
 
@@ -132,7 +132,7 @@ class JsonLines(Observer):
                 return
             with contextlib.suppress(FileNotFoundError), _locked(file) as descriptor:
                 if descriptor is not None:
-                    if not self._trial:
+                    if not self._checking:
                         file.unlink()
                     del sizes[file]
         if sum(sizes.values()) + self._longest > self._capacity:

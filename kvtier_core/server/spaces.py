@@ -274,7 +274,7 @@ def _recall(stack: StorageManager, arena: LentArena, slots: range) -> None:
 def check(config: StackConfig) -> list[str]:
     """What `Spaces` would describe. Memory that is kept stays as it is. Raises ConfigError."""
     with contextlib.ExitStack() as closing:
-        memories = [_memory(config, number, b"", closing, trial=True) for number, _ in enumerate(config.arenas)]
+        memories = [_memory(config, number, b"", closing, checking=True) for number, _ in enumerate(config.arenas)]
         return _described(config, memories)
 
 
@@ -287,18 +287,18 @@ def _described(config: StackConfig, memories: Iterable[Memory]) -> list[str]:
 
 
 def _memory(
-    config: StackConfig, number: int, tenants_key: bytes, closing: contextlib.ExitStack, *, trial: bool = False
+    config: StackConfig, number: int, tenants_key: bytes, closing: contextlib.ExitStack, *, checking: bool = False
 ) -> Memory:
     """Allocate the memory of an arena, or find it, and map it."""
     tier = config.arenas[number]
     try:
         keep = tier.keep and place_in(tier.keep)
         journal = _journal(keep, tenants_key, closing) if keep is not None else None
-        backend = open_arena(config, config.tiers.index(tier), keep, closing, trial=trial)
+        backend = open_arena(config, config.tiers.index(tier), keep, closing, checking=checking)
         status = os.fstat(backend.descriptor)
         mapped = mmap.mmap(backend.descriptor, status.st_size)
         memory = Memory(tier, backend, Extents(mapped, backend.slots * backend.slot_nbytes), status.st_size, journal)
-        if journal is not None and not trial and not journal.begin(status.st_ino):
+        if journal is not None and not checking and not journal.begin(status.st_ino):
             memory.formers.append((memory.extents.whole(), journal.resume))
     except (OSError, BackendError) as error:
         why = f"its memory cannot be had: {error}"

@@ -28,7 +28,7 @@ class CpuArena(AllocatorBackend):
             raise BackendError(f"cpu: capacity {ctx.capacity} has no room for a chunk of {chunk}; write a larger one")
         placement = choose(numa, ctx, self.slots)
         self.kept = ctx.keep is not None
-        self._segment = Segment(placement, huge_pages, ctx.keep, trial=ctx.trial)
+        self._segment = Segment(placement, huge_pages, ctx.keep, checking=ctx.checking)
         self._facts = {
             "huge_pages": f"{huge_pages} -> {self._segment.pages}",
             "numa": f"{numa} -> {placement.effective}",

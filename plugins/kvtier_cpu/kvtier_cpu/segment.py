@@ -53,12 +53,12 @@ class Segment:
     Raises BackendError if the memory, or the requested kind of pages, is not available.
     """
 
-    def __init__(self, placement: Placement, huge_pages: str, keep: Path | None = None, *, trial: bool = False):
+    def __init__(self, placement: Placement, huge_pages: str, keep: Path | None = None, *, checking: bool = False):
         """``keep`` is a folder where the memory outlives this process, and is found by the next one.
 
-        A ``trial`` only looks whether there is room in that folder.
+        With ``checking`` it only looks whether there is room in that folder.
         """
-        self._file, memory, self.pages = _open(placement, huge_pages, keep, trial)
+        self._file, memory, self.pages = _open(placement, huge_pages, keep, checking)
         self.memory = memoryview(memory)
         status = os.fstat(self._file.fileno())
         self.address = Address(os.getpid(), self._file.fileno(), status.st_dev, status.st_ino, status.st_size)
@@ -91,7 +91,7 @@ def reach(address: Address, *, populate: bool) -> mmap.mmap:
     return memory
 
 
-def _open(placement: Placement, huge_pages: str, keep: Path | None, trial: bool) -> tuple[io.FileIO, mmap.mmap, str]:
+def _open(placement: Placement, huge_pages: str, keep: Path | None, checking: bool) -> tuple[io.FileIO, mmap.mmap, str]:
     """A file in memory, its memory, and the kind of its pages."""
     if huge_pages != "off" and keep is None:
         with contextlib.suppress(OSError):  # none are reserved, or too few, or the kernel has none
@@ -105,7 +105,7 @@ def _open(placement: Placement, huge_pages: str, keep: Path | None, trial: bool)
         )
     pages = "transparent" if huge else "off"
     try:
-        return *_make(placement, pages, keep, trial), pages
+        return *_make(placement, pages, keep, checking), pages
     except OSError as error:
         where = "shared memory" if keep is None else f"memory in {keep}"
         why = "others have taken the room meanwhile" if error.errno == errno.EFAULT else error.strerror
@@ -113,19 +113,19 @@ def _open(placement: Placement, huge_pages: str, keep: Path | None, trial: bool)
 
 
 def _make(
-    placement: Placement, pages: str, keep: Path | None = None, trial: bool = False
+    placement: Placement, pages: str, keep: Path | None = None, checking: bool = False
 ) -> tuple[io.FileIO, mmap.mmap]:
     """A file and its memory: every page is allocated now, while that can still fail. Then nothing is left."""
     with contextlib.ExitStack() as undo:
         kept = _Kept(keep, placement) if keep is not None else None
         if pages != "hugetlb":
             must_be_available(placement.nbytes - (kept.nbytes if kept else 0))
-        file = io.FileIO(_unnamed(pages) if kept is None or trial else kept.open(undo), "r+")
+        file = io.FileIO(_unnamed(pages) if kept is None or checking else kept.open(undo), "r+")
         undo.callback(file.close)
         page_nbytes = os.fstat(file.fileno()).st_blksize
         file.truncate(whole_pages(placement.nbytes, page_nbytes))
         memory = mmap.mmap(file.fileno(), 0)
-        if kept and trial:
+        if kept and checking:
             undo.pop_all()
             return file, memory
         if pages == "transparent":

@@ -81,11 +81,11 @@ def test_memory_that_fails_half_way_leaves_nothing_allocated(folder, monkeypatch
 
 
 @pytest.mark.parametrize("kept", [0, 4, 6])
-def test_a_trial_changes_nothing(folder, kept):
+def test_a_check_changes_nothing(folder, kept):
     if kept:
         opened(folder, kept * MIB).close()
     before = [(each.name, each.stat()) for each in folder.iterdir()], free(folder)
-    opened(folder, 6 * MIB, trial=True).close()
+    opened(folder, 6 * MIB, checking=True).close()
     assert ([(each.name, each.stat()) for each in folder.iterdir()], free(folder)) == before
     with pytest.raises(BackendError, match="capacity needs 16MiB"):
-        opened(folder, 16 * MIB, trial=True)
+        opened(folder, 16 * MIB, checking=True)

@@ -44,7 +44,7 @@ class DiskBackend(FolderBackend):
             root = lock.take()
             try:
                 make_namespace_folder(root, ctx.namespace)
-                others = [] if ctx.trial else _sweep(root, self._name, self._fits)
+                others = [] if ctx.checking else _sweep(root, self._name, self._fits)
                 used = sum(found.nbytes for found in [*others, *self._frames(root)])
                 #: Files that anything else removes count as used until the folder is opened again.
                 self.space = SpaceAccount(

@@ -51,10 +51,10 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
             undoing.callback(self.close)
             for path, nbytes in zip(paths, _divided(ctx.capacity, len(paths), frame_nbytes), strict=True):
                 with backend_errors(path):
-                    self._slabs.append(Slab(path, nbytes, frame_nbytes, direct=direct, io=io, trial=ctx.trial))
+                    self._slabs.append(Slab(path, nbytes, frame_nbytes, direct=direct, io=io, checking=ctx.checking))
             with backend_errors(Path(self._paths)):
                 self._recover(ctx.max_frame_nbytes or sys.maxsize)
-                for slab in self._slabs if not ctx.trial else ():
+                for slab in self._slabs if not ctx.checking else ():
                     _keep_facts(slab.folder, self._namespace, {digest for digest, _ in self._others})
             undoing.pop_all()
         self._direct = any(slab.direct for slab in self._slabs)

@@ -55,10 +55,10 @@ class Place(NamedTuple):
 class Slab:
     """`reserve` and `release` are called by one thread at a time; `publish` and `clear` wait for the disk."""
 
-    def __init__(self, path: Path, nbytes: int, frame_nbytes: int, *, direct: str, io: str, trial: bool = False):
+    def __init__(self, path: Path, nbytes: int, frame_nbytes: int, *, direct: str, io: str, checking: bool = False):
         """Make or open the slab in this folder, with room for ``nbytes``, in frames of mostly ``frame_nbytes``.
 
-        Frames that lie beyond are dropped. A ``trial`` uses files without a name, and only looks whether there is room.
+        Frames that lie beyond are dropped. With ``checking`` the files have no names, and nothing is allocated.
         Raises BackendError, too.
         """
         self.path = path
@@ -67,18 +67,18 @@ class Slab:
             undoing.callback(self._lock.release)
             self.folder: Folder = self._lock.take()
             remove_probes(self.folder)
-            for name in () if trial else (FRAMES, TABLE):
+            for name in () if checking else (FRAMES, TABLE):
                 self.folder.remove_opened(name)
             self.direct, self.ring = effective_access(path, self.folder, direct=direct, io=io)
-            opens, flags = (_nameless, os.O_RDWR) if trial else (Folder.open, os.O_RDWR | os.O_CREAT)
+            opens, flags = (_nameless, os.O_RDWR) if checking else (Folder.open, os.O_RDWR | os.O_CREAT)
             self.fd = opens(self.folder, FRAMES, flags | (os.O_DIRECT if self.direct else 0))
             undoing.callback(os.close, self.fd)
             self._table_fd = opens(self.folder, TABLE, flags)
             undoing.callback(os.close, self._table_fd)
             self._table = Table(self._table_fd)
             self._found = self._recover(nbytes)
-            self.preallocated = self._resize(self.fd, FRAME_ALIGNMENT if trial else nbytes)
-            if trial and self.preallocated:
+            self.preallocated = self._resize(self.fd, FRAME_ALIGNMENT if checking else nbytes)
+            if checking and self.preallocated:
                 self._must_have_room(nbytes)
             self._entries = max(self._found, default=-1) + 1  # the first that was never used
             self._resize(self._table_fd, RECORD_NBYTES * max(nbytes // frame_nbytes, self._entries))
