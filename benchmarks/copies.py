@@ -16,9 +16,9 @@ from kvtier_core import native
 from kvtier_core.frames.format import seal, verify
 from kvtier_core.interfaces import Mover, OpenContext, PagedKVCache, PageRun
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_cpu.config import CpuConfig
+from kvtier_testing.samples import make_layout
 
 ROUNDS, REPEATS = sized((15, 5), (1, 1))
 LAYERS = 32

@@ -14,7 +14,7 @@ import attrs
 
 from benchmarks.bare import RawFiles, RawPlaces, RingFiles, must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch, sized
-from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.frames.format import seal
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.policies.lru import LruConfig
@@ -22,11 +22,11 @@ from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.store_tier.writes import FrameWrite
 from kvtier_core.storekit.files import ring_works
-from kvtier_core.testing.samples import make_layout
-from kvtier_core.transfer.io_pool import IOPool
 from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace, Nbytes
+from kvtier_core.work.io_pool import IOPool
 from kvtier_disk.config import DiskConfig
 from kvtier_gds.config import GdsConfig
+from kvtier_testing.samples import make_layout
 
 ROUNDS = sized(7, 1)
 WIDTHS = (1, 2, 4)  # threads of a tier

@@ -12,15 +12,16 @@ import attrs
 
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import Table, progress
-from kvtier_core.cli.studies import size
+from kvtier_core.cli.output import size
+from kvtier_core.cli.tiers import layout_of
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy, SupportsSparing
-from kvtier_core.simulate import stacks
-from kvtier_core.simulate.plot import Curve, Picture
-from kvtier_core.simulate.study import Study
-from kvtier_core.simulate.traces import read_trace
 from kvtier_core.types import Nbytes
+from kvtier_simulate import stacks
+from kvtier_simulate.plot import Curve, Picture
+from kvtier_simulate.study import Study
+from kvtier_simulate.traces import read_trace
 
 CAPACITIES = ("1%", "5%", "10%", "20%")
 TWO_TIERS = "1%+10%"
@@ -39,7 +40,7 @@ def main() -> None:
     printed = []
     for path in arguments.traces:
         trace = read_trace(path)
-        study = Study(trace, stacks.layout_of(trace.chunk_tokens, TOKEN_NBYTES))
+        study = Study(trace, layout_of(trace.chunk_tokens, TOKEN_NBYTES))
         picture, table = one_tier(study)
         printed += [str(table), str(two_tiers(study))]
         if arguments.write:

@@ -18,16 +18,17 @@ from pathlib import Path
 import attrs
 
 from benchmarks.measure import Case, Table, interleaved, progress, scratch, sized
+from kvtier_core.cli.tiers import layout_of
 from kvtier_core.policies.lru import LruConfig
-from kvtier_core.simulate import stacks
-from kvtier_core.simulate.dry_run import Clock, open_dry_run
-from kvtier_core.simulate.replay import serve
-from kvtier_core.simulate.traces import Trace, read_trace
-from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import ChunkKey, Nbytes
 from kvtier_peers.digest import FINGERPRINT_NBYTES, Changes, Copy, Digest, Memory, fingerprints, holders
 from kvtier_peers.link import Following, Link
 from kvtier_peers.listener import pace
+from kvtier_simulate import stacks
+from kvtier_simulate.dry_run import Clock, open_dry_run
+from kvtier_simulate.replay import serve
+from kvtier_simulate.traces import Trace, read_trace
+from kvtier_testing.samples import make_keys
 
 NODES = sized((10, 100, 1000), (10,))
 SHOWN = 4096  # chunks of a node: 64 GiB in chunks of 16 MiB, 128 tokens of an 8B model
@@ -174,7 +175,7 @@ def _made_up(folder: Path, nodes: int) -> Trace:
 
 class _Node:
     def __init__(self, chunk_tokens: int):
-        layout = stacks.layout_of(chunk_tokens, TOKEN_NBYTES)
+        layout = layout_of(chunk_tokens, TOKEN_NBYTES)
         capacity = Nbytes(SLOTS * layout.frame_nbytes)
         self.manager = open_dry_run(stacks.stack_of([capacity], [LruConfig()], chunk_tokens), layout, Clock(), SLOTS)
         memory = Memory(self.manager.arenas[0].index.resident)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 _MODULES = {"torch": "torch", "pluggy": "pluggy", "pytest": "pytest"}
 #: What need not be installed, because it lies here. Nothing is imported before these are found.
 _VENDORED = {"attrs": "attrs-26.1.0-py3-none-any.whl", "yaml": "pyyaml-6.0.3.zip"}
-_FOLDERS = ("", "tests", "plugins/kvtier_cpu", "plugins/kvtier_disk", "plugins/kvtier_gds")
+_FOLDERS = (ROOT, ROOT / "tests", *sorted((ROOT / "plugins").glob("kvtier_*")))
 #: In which all is done.
 SECONDS = 530.0
 
@@ -29,7 +29,7 @@ SECONDS = 530.0
 def find_modules() -> None:
     """Let this process and those that it starts import kvtier, its tests, and what is not installed here."""
     vendored = [file for module, file in _VENDORED.items() if importlib.util.find_spec(module) is None]
-    paths = [str(ROOT / folder) for folder in _FOLDERS] + [str(ROOT / "benchmarks/vendor" / file) for file in vendored]
+    paths = [str(folder) for folder in _FOLDERS] + [str(ROOT / "benchmarks/vendor" / file) for file in vendored]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
@@ -76,19 +76,9 @@ def main(folder: Path = ROOT / "build") -> str | None:
 
     if not torch.cuda.is_available():
         return f"gpu-check: no GPU: torch {torch.__version__} finds none here. Nothing was checked."
-    from benchmarks.gpu_report import as_json, as_text, failed, run
-    from benchmarks.measure import progress
+    from benchmarks.gpu_report import leave_report
 
-    outcomes = []
-    folder.mkdir(parents=True, exist_ok=True)
-    for outcome in run(sections(), SECONDS):
-        progress(f"gpu-check: {outcome.section}: {'; '.join(outcome.problems) or 'ok'} ({outcome.seconds:.0f} s)")
-        outcomes.append(outcome)
-        # After each one, so that a report is there if this is ended early.
-        (folder / "gpu-check.txt").write_text(as_text(outcomes))
-        (folder / "gpu-check.json").write_text(as_json(outcomes))
-    print(as_text(outcomes), end="")
-    return f"gpu-check: failed: {', '.join(wrong)}" if (wrong := failed(outcomes)) else None
+    return leave_report("gpu-check", sections(), SECONDS, folder)
 
 
 if __name__ == "__main__":

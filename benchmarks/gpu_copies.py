@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.measure import Case, Table, interleaved, progress
 from kvtier_core.interfaces import Mover, PagedKVCache, PageRun
-from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.cuda.autotune import decided
 from kvtier_core.transfer.cuda.library import Method
 from kvtier_core.transfer.cuda.opening import open_mover
 from kvtier_core.types import Nbytes
+from kvtier_testing.samples import make_layout
 
 ROUNDS, REPEATS = 5, 3
 PAGES = [2 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]

@@ -15,20 +15,19 @@ import torch
 from benchmarks.measure import Case, Table, interleaved, progress, scratch
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import verify
-from kvtier_core.interfaces import Mover, PagedKVCache, PageRun
+from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.stack.batches import in_groups
 from kvtier_core.storekit.files import bounce
-from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout
-from kvtier_core.transfer import cuda
-from kvtier_core.transfer.host_mover import HostMover
-from kvtier_core.transfer.io_pool import IOPool, Outcome
+from kvtier_core.transfer.movers import open_mover
 from kvtier_core.transfer.own_shard import FrameRange, OwnShard
 from kvtier_core.transfer.staged_reader import Lane, StagedReader, host_lanes
 from kvtier_core.types import Nbytes, StoredFrame
+from kvtier_core.work.io_pool import IOPool, Outcome
 from kvtier_gds.backend import GdsBackend
 from kvtier_gds.device_lane import DeviceLane
 from kvtier_gds.slab import Extent
 from kvtier_gds.slab_files import SlabFiles
+from kvtier_testing.samples import make_context, make_frame, make_keys, make_layout
 
 LAYERS, BLOCKS, PAGE_NBYTES = 32, 2, 16 << 10  # a chunk of 1 MiB
 FRAMES = 256
@@ -100,8 +99,7 @@ class _Bench:
         self._cache = PagedKVCache(runs, frames * BLOCKS, device, 0, layout)
         self._chunks = [[list(range(i * BLOCKS, (i + 1) * BLOCKS))] for i in range(frames)]
         self._slots = mmap.mmap(-1, self.nbytes)
-        attach = cuda.attach if device.startswith("cuda") else HostMover
-        self._mover: Mover = attach(self._cache, self._slots, self.frame_nbytes)
+        self._mover = open_mover(self._cache, self._slots, self.frame_nbytes)
         self._plain = self._files()
         self.reads_by = self._plain.facts()["read with"]
         self._into = [bounce(self.frame_nbytes) for _ in self._keys]

@@ -37,7 +37,7 @@ def _page_locking() -> Table:
         progress(f"page-locking in pieces of {Nbytes(piece_nbytes)}")
         locking = _Locking(piece_nbytes)
         samples = _launches(locking.begin)
-        locking.registration.close()
+        locking.registration.close().join()
         rows.append([Nbytes(piece_nbytes), f"{locking.seconds:.3f}", Nbytes(locking.taken), *_quantiles(samples)])
     return Table(
         title="GPU: page-locking an arena",

@@ -1,4 +1,4 @@
-"""The report of `make gpu-check`: sections that run in processes of their own, so that each survives the others.
+"""The report of `make gpu-check` and `make gpu-serve`: sections in processes of their own, each survives the others.
 
 A section prints lines of JSON, a table or a problem each. What it has printed counts, whatever becomes of it later: an
 error that CUDA never forgets, a crash or a hang ends that process, is a row of the summary, and the next one begins.
@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks.measure import Table
+from benchmarks.measure import Table, progress
 
 ROOT = Path(__file__).parents[1]
 #: How many of the last lines of each output of a failed process are reported.
@@ -123,13 +123,27 @@ def _read(out: str) -> tuple[list[Table], list[str], list[str]]:
     return tables, problems, others
 
 
+def leave_report(name: str, sections: Sequence[Section], seconds: float, folder: Path) -> str | None:
+    """Run the sections and leave the report in the folder, as text and as JSON. Returns what failed, or None."""
+    outcomes: list[Outcome] = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for outcome in run(sections, seconds):
+        progress(f"{name}: {outcome.section}: {'; '.join(outcome.problems) or 'ok'} ({outcome.seconds:.0f} s)")
+        outcomes.append(outcome)
+        # After each one, so that a report is there if this is ended early.
+        (folder / f"{name}.txt").write_text(as_text(outcomes, name))
+        (folder / f"{name}.json").write_text(as_json(outcomes))
+    print(as_text(outcomes, name), end="")
+    return f"{name}: failed: {', '.join(wrong)}" if (wrong := failed(outcomes)) else None
+
+
 def as_json(outcomes: Sequence[Outcome]) -> str:
     """The whole report for machines."""
     sections = [attrs.asdict(outcome) for outcome in outcomes]
     return json.dumps({"ok": not failed(outcomes), "sections": sections}, indent=1)
 
 
-def as_text(outcomes: Sequence[Outcome]) -> str:
+def as_text(outcomes: Sequence[Outcome], name: str) -> str:
     """The whole report for people."""
     rows = [
         (each.section, "failed" if each.problems else "ok", each.seconds, "; ".join(map(_one_line, each.problems)))
@@ -138,7 +152,7 @@ def as_text(outcomes: Sequence[Outcome]) -> str:
     summary = Table("Sections", "Each in processes of its own.", ("section", "outcome", "s", "why"), rows)
     tables = [table for outcome in outcomes for table in outcome.tables]
     said = [f"### {each.section}\n\n{problem}" for each in outcomes for problem in each.problems if "\n" in problem]
-    return "\n\n".join(["# GPU check", *map(str, [summary, *tables]), *said]) + "\n"
+    return "\n\n".join([f"# {name}", *map(str, [summary, *tables]), *said]) + "\n"
 
 
 def failed(outcomes: Sequence[Outcome]) -> list[str]:

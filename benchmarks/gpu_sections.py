@@ -13,7 +13,7 @@ from typing import Protocol
 
 from benchmarks.gpu_report import ROOT, lines_of
 from benchmarks.measure import Table
-from kvtier_core.transfer.io_pool import run
+from kvtier_core.work.io_pool import run
 
 Items = Iterator[Table | str]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from benchmarks.measure import Table
 from kvtier_core.interfaces import PagedKVCache, PageRun
-from kvtier_core.testing.samples import make_layout
 from kvtier_core.transfer.cuda.autotune import Choice
 from kvtier_core.transfer.cuda.checksums import StoreChecksums
 from kvtier_core.transfer.cuda.copier import Copier
@@ -21,6 +20,7 @@ from kvtier_core.transfer.cuda.library import Direction, Method
 from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
 from kvtier_core.transfer.cuda.opening import HALF_NBYTES
 from kvtier_core.transfer.page_lists import layers_of
+from kvtier_testing.samples import make_layout
 
 BLOCKS, ROUNDS = 10_000, 15
 #: Bytes of a page, layers, blocks of a chunk.

@@ -26,7 +26,7 @@ _LMCACHE_MEMORY = 0.5
 
 def table(place: Path) -> Table:
     """A prompt that was seen before, and is in a store below vLLM's memory."""
-    sys.path.append(str(_ROOT / "tests/vllm"))  # for `on_the_cpu`, also in the engines' processes
+    sys.path.append(str(_ROOT / "plugins/kvtier_vllm/tests"))  # for `on_the_cpu`, also in the engines' processes
     title = "Time to first token in vLLM's own offloading, trained model"
     timed = measure(Workload(title, TRAINED, prompts=_PROMPTS, warming=_WARMING, recipes=_recipes), place)
     copies = "The copies of a worker with a GPU are not vLLM's here: they are made at once, in memory."

@@ -63,7 +63,7 @@ def _ours(place: Path, tier: dict[str, object]) -> dict[str, Any]:
     model = place / "model"
     model.mkdir(exist_ok=True)
     (model / "model.safetensors").write_bytes(b"weights")
-    where = {"module_path": "kvtier_core.hosts.lmcache", "class_name": "KVTierL2Adapter"}
+    where = {"module_path": "kvtier_hosts.lmcache", "class_name": "KVTierL2Adapter"}
     return {"type": "plugin", **where, "adapter_params": {"config": stack(tier), "models": {MODEL: str(model)}}}
 
 

@@ -34,7 +34,7 @@ def tables(place: Path) -> Iterator[Table]:
     """``place`` is an empty folder on the disk that is measured."""
     torch.set_num_threads(1)
     cpu.settings(cpu.model(place / "model"))
-    where = {"module_path": "kvtier_core.hosts.hicache", "class_name": "KVTierHiCache"}
+    where = {"module_path": "kvtier_hosts.hicache", "class_name": "KVTierHiCache"}
     ours = {"backend_name": "kvtier", **where, "config": stack(disk(place / "kvtier", direct="off"))}
     theirs = {"file_storage_path": str(place / "file")}
     sides = {FILE: _Backend("file", theirs, place / "file"), KVTIER: _Backend("dynamic", ours, place / "kvtier")}

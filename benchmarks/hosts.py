@@ -21,14 +21,14 @@ from benchmarks.host_sides import KVTIER, PAGE, PAGES, ROUNDS, SLOTS, Side, comp
 from benchmarks.measure import Table, progress, scratch
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.hosts.pages import PageStore
 from kvtier_core.types import Namespace, Nbytes
+from kvtier_hosts.pages import PageStore
 
 FS = "vLLM's fs tier"
 #: By module of this package: the packages that it needs besides, where `make test-hosts` has put them, and the tests'.
 OTHERS = {
     "host_lmcache": ("build/lmcache-0.5.6", "tests"),
-    "host_sglang": ("build/sglang-0.5.23", "tests/hosts"),
+    "host_sglang": ("build/sglang-0.5.23", "tests", "plugins/kvtier_hosts/tests"),
 }
 
 

@@ -21,7 +21,7 @@ def _group(kind: KVKind, layers: int, block_nbytes: int, block_tokens: int, reac
     name = f"{layers} layers, {kind}" + (f" of {reach}" if reach else "")
     pages = (block_nbytes,) * layers
     what = KVStructure.KEYS_AND_VALUES
-    return KVGroup(name, kind, pages, block_tokens, "bfloat16", what, reach)  # type: ignore[arg-type]
+    return KVGroup(name, kind, pages, block_tokens, "bfloat16", what, reach)
 
 
 #: Chunks and groups of models as they are published, in bfloat16, with the blocks that vLLM makes for a GPU: of 16
@@ -69,7 +69,7 @@ def tables(folder: Path) -> Iterator[Table]:
 def _bytes() -> Table:
     rows: list[list[object]] = []
     for model, (chunk_tokens, groups) in _MODELS.items():
-        layout = ChunkLayout(groups, chunk_tokens)  # type: ignore[arg-type]
+        layout = ChunkLayout(groups, chunk_tokens)
         stored = _stored(layout)
         for part in layout.parts:
             (group,) = (groups[number] for number in part.groups)

@@ -15,19 +15,19 @@ import attrs
 
 from benchmarks.measure import Case, Spread, Table, interleaved, progress, scratch, sized
 from kvtier_core.builtin.chained import ChainedConfig
-from kvtier_core.config.compose import Runtime, open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig
+from kvtier_core.config.open import Runtime, open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import RequestView
-from kvtier_core.engine.scheduler_side import SchedulerSide
+from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.simulate.dry_run import InstantPool
 from kvtier_core.stack.manager import StorageManager
-from kvtier_core.testing.samples import make_layout
-from kvtier_core.transfer.io_pool import Then, Work
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace
+from kvtier_core.work.io_pool import Then, Work
+from kvtier_simulate.dry_run import InstantPool
+from kvtier_testing.samples import make_layout
 
 ROUNDS = sized(21, 1)
 CHUNK_TOKENS = 256

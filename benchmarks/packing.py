@@ -22,19 +22,19 @@ from kvtier_core.builtin.zstd import ZstdConfig
 from kvtier_core.interfaces import SerializerConfig
 from kvtier_core.layouts import ChunkLayout, Elements, KVGroup, KVKind, KVStructure
 from kvtier_core.packed_form import PackedForm, packed_nbytes
-from kvtier_core.testing.samples import address_of, make_context
 from kvtier_core.transfer.copier import Copier
 from kvtier_core.transfer.packing import bound, pack
 from kvtier_core.transfer.page_lists import Layer
 from kvtier_core.types import Nbytes
 from kvtier_lossy.config import CachegenConfig, Fp8Config, Int8Config, KiviConfig
+from kvtier_testing.samples import address_of, make_context
 
 ROUNDS, REPEATS = sized((11, 3), (1, 1))
 COPY = "memcpy"
 ROOT = Path(__file__).parents[1]
 #: Texts of which the model computes the KV.
 TEXTS = {
-    "prose": ["examples/document.md", "kvtier_core/quality/texts/prose.txt"],
+    "prose": ["examples/document.md", "plugins/kvtier_vllm/kvtier_vllm/quality/texts/prose.txt"],
     "documentation": ["docs/architecture.md"],
     "code": ["csrc/crc32.cpp", "csrc/files.cpp", "csrc/table.h"],
 }
@@ -122,14 +122,14 @@ def layout(page: int) -> ChunkLayout:
     group = KVGroup(
         name="group 0",
         kind=KVKind.FULL_ATTENTION,
-        page_nbytes=[page * TOKEN_NBYTES] * LAYERS,  # type: ignore[list-item]  # mypy misreads the converters
+        page_nbytes=[page * TOKEN_NBYTES] * LAYERS,
         block_tokens=page,
         dtype="bfloat16",
         structure=KVStructure.KEYS_AND_VALUES,
         elements=(keys, values),
-        depths=range(LAYERS),  # type: ignore[arg-type]
+        depths=range(LAYERS),
     )
-    return ChunkLayout([group], CHUNK)  # type: ignore[list-item]
+    return ChunkLayout([group], CHUNK)
 
 
 def payloads(content: bytes) -> list[memoryview]:

@@ -16,16 +16,16 @@ from typing import Any
 import attrs
 
 from benchmarks.measure import GIB, Case, Table, interleaved, progress, scratch, sized
-from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.frames.format import seal
-from kvtier_core.frames.shown_store import ShownStore
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.testing.samples import make_context, make_keys, make_layout
-from kvtier_core.transfer.buffers import Buffers
+from kvtier_core.relays.shown_store import ShownStore
 from kvtier_core.types import FRAME_HEADER_NBYTES, Nbytes, Seconds
+from kvtier_core.work.buffers import Buffers
 from kvtier_disk.config import DiskConfig
 from kvtier_peers.backend import PeersBackend
 from kvtier_peers.config import PeersConfig
+from kvtier_testing.samples import make_context, make_keys, make_layout
 
 ROUNDS = sized(21, 1)
 MOVED = sized(128 << 20, 32 << 20)  # bytes of a round

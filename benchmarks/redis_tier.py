@@ -16,9 +16,9 @@ from benchmarks.bare import must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, scratch, sized
 from benchmarks.stores import RedisPlaces, redis
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_redis.config import RedisConfig
+from kvtier_testing.samples import make_layout
 
 ROUNDS = sized(11, 1)
 FRAME = sized(32 << 20, 4 << 20)

@@ -20,9 +20,9 @@ from obstore.store import S3Store
 from benchmarks.bare import must
 from benchmarks.measure import GIB, Case, Table, Times, interleaved, progress, sized
 from kvtier_core.interfaces import Backend, OpenContext
-from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace, Nbytes
 from kvtier_s3.config import S3Config
+from kvtier_testing.samples import make_layout
 
 ROUNDS = sized(11, 1)
 #: Bytes of a frame, and frames.
@@ -45,7 +45,7 @@ def tables(folder: Path) -> Iterator[Table]:
             progress(f"s3: {count} frames of {Nbytes(frame_nbytes)}, {ROUNDS} rounds each way")
             with contextlib.closing(_Bench(port, frame_nbytes, count)) as bench:
                 yield _frames(bench, frame_nbytes, count)
-        with contextlib.closing(_Bench(port, FRAME_ALIGNMENT, KEYS)) as bench:
+        with contextlib.closing(_Bench(port, 2 * FRAME_ALIGNMENT, KEYS)) as bench:
             yield _existence(bench)
 
 

@@ -13,13 +13,13 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from benchmarks.measure import GIB, Case, Table, interleaved, progress, sized
+from kvtier_core.encoding.codec import FrameCodec
+from kvtier_core.encoding.keyed_seal import KeyedSeal
 from kvtier_core.frames.checksum import crc32
-from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal
-from kvtier_core.frames.keyed_seal import KeyedSeal
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.testing.samples import make_layout
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, Nbytes
+from kvtier_testing.samples import make_layout
 
 ROUNDS, REPEATS = sized((15, 5), (1, 1))
 COPY = "memcpy"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attrs
 
-from benchmarks import ttft
+from benchmarks import ttft, turns
 from benchmarks.bare import must
 from benchmarks.copies import LAYERS, MEMCPY, Shape, address, end, paged, warm
 from benchmarks.engines import BLOCK, Recipe, kvtier, none
@@ -24,18 +24,19 @@ from benchmarks.lookup import CHUNKS, HELD, LAYOUT, NAMESPACE
 from benchmarks.measure import Case, Spread, Table, Times, interleaved, progress, scratch, sized
 from benchmarks.models import RANDOM, TRAINED
 from benchmarks.stores import Served, cpu_seconds, kvtier_server, memory
-from kvtier_core.config.compose import open_stack
 from kvtier_core.config.load import load_config
+from kvtier_core.config.open import open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import Mover, OpenContext
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.server.client import RemoteStack, Waits
-from kvtier_core.server.memory import served_tier
-from kvtier_core.server.protocol import Opening, arguments, encode, result
 from kvtier_core.stack.interface import Stack
-from kvtier_core.testing.samples import make_layout
+from kvtier_core.stack.outcomes import ANY, Lookup
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Nbytes, Slot
 from kvtier_cpu.config import CpuConfig
+from kvtier_remote.client import RemoteStack, Waits
+from kvtier_remote.memory import served_tier
+from kvtier_remote.protocol import Opening, ServedLookup, arguments, encode, result
+from kvtier_testing.samples import make_layout
 
 ROUNDS = sized(21, 1)
 #: Engines at once, and the seconds for which they ask.
@@ -62,6 +63,8 @@ def tables(folder: Path) -> Iterator[Table]:
         yield from _engines(place)
         progress(f"served: {MANY} chunks, {max(ENGINES)} engines")
         yield _load(place)
+        progress("served: turns")
+        yield turns.table(place)
 
 
 # -- the scheduler's thread --------------------------------------------------------------------------------
@@ -76,8 +79,8 @@ def _beside_embedded(place: Path) -> Table:
             store(stack, ready)
             found = stack.lookup(ready, "waiting")
             cases += [case(f"{call}, {name}", stack, ready, absent) for call in CALLS]
-        question: tuple = ready, "request", None, b"", 0, []
-        asked, answer = encode(question), encode(found)
+        question: tuple = ready, "request", ANY
+        asked, answer = encode(question), encode(ServedLookup.of(found))
         echo = closing.enter_context(_echo(len(asked), len(answer)))
         cases += [
             Case("of a lookup: coding", lambda: _code(question, found, asked, answer)),
@@ -136,12 +139,12 @@ def _range(spread: Spread) -> str:
     return f"{spread.median:.0f} ({min(spread.values):.0f} to {max(spread.values):.0f})"
 
 
-def _code(question: object, found: object, asked: bytes, answer: bytes) -> None:
+def _code(question: object, found: Lookup, asked: bytes, answer: bytes) -> None:
     """What both processes do to say it."""
     encode(question)
     arguments("lookup", asked)
-    encode(found)
-    result("lookup", answer)
+    encode(ServedLookup.of(found))
+    _ = result("lookup", answer).found
 
 
 @contextlib.contextmanager

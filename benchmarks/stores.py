@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks.bare import must
 from benchmarks.measure import progress
 from kvtier_core.errors import BackendError
-from kvtier_core.server.memory import probe
+from kvtier_remote.memory import probe
 
 KVTIER = Path(sys.executable).with_name("kvtier")
 

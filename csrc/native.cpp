@@ -13,6 +13,7 @@
 #include "copier.h"
 #include "crc32.h"
 #include "files.h"
+#include "guard.h"
 #include "packed.h"
 #include "policies/bind.h"
 #include "prefix_tree.h"
@@ -98,6 +99,7 @@ kvtier::Copier copier(const std::vector<LayerTuple>& layers, uintptr_t shard, si
 
 NB_MODULE(_native, m) {
   m.attr("stamp") = KVTIER_STAMP;  // kvtier_core/native.py compares it
+  nb::set_leak_warnings(false);    // a host may end its process with stacks that it has not closed
 
   m.def("crc32", &crc32, "data"_a, "crc"_a = 0);
   m.def("crc32_combine", &kvtier::crc32_combine, "first"_a, "second"_a, "second_nbytes"_a);
@@ -113,6 +115,10 @@ NB_MODULE(_native, m) {
   m.def("read_files", &read_files, "fds"_a, "into"_a, "at"_a);
   m.def("write_files", &write_files, "fds"_a, "from"_a, "at"_a);
   m.def("ring_works", &kvtier::ring_works);
+
+  m.def("guard", &kvtier::guard, "begin"_a, "nbytes"_a);
+  m.def("was_replaced", &kvtier::was_replaced, "number"_a);
+  m.def("unguard", &kvtier::unguard, "number"_a);
 
   const nb::call_guard<nb::gil_scoped_release> released;
   nb::class_<kvtier::Copier>(m, "Copier")

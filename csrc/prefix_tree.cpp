@@ -160,8 +160,13 @@ Number PrefixTree::node_of(const Key& key) {
   return node != kNone ? node : nodes_.insert({.key = key});
 }
 
+bool PrefixTree::is_at_or_above(Number node, Number below) const {
+  while (below != kNone && below != node && nodes_[node].children) below = nodes_[below].parent;
+  return below == node;
+}
+
 void PrefixTree::set_parent(Number node, Number parent) {
-  if (node == parent) return;
+  if (is_at_or_above(node, parent)) return;
   nodes_[node].parent = parent;
   nodes_[parent].children++;
 }

@@ -51,6 +51,7 @@ class PrefixTree {
   Number must_hold(nanobind::handle key) const;
   Number node_of(const Key& key);
   std::vector<Number> take(const std::vector<Key>& keys);
+  bool is_at_or_above(Number node, Number below) const;
   void set_parent(Number node, Number parent);
   void clear_parent(Number node);
   void drop_if_unused(Number node);

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -41,11 +40,8 @@ piece of a word. The model is a very small one: look for the same answers, not f
 _PLACES = {"cpu": "memory", "disk": "disk"}
 
 
-def main(model: Path | None, within: float = math.inf) -> int:
-    """Shows all of it with the checkpoint in this folder, or with the trained model, in at most so many seconds.
-
-    Returns the exit status.
-    """
+def main(model: Path | None) -> int:
+    """Shows all of it with the checkpoint in this folder, or with the trained model. Returns the exit status."""
     began = time.monotonic()
     print(f"{STORY}\n")
     model = model or trained_model()
@@ -57,11 +53,7 @@ def main(model: Path | None, within: float = math.inf) -> int:
     for question in range(len(QUESTIONS)):
         print_question(*([each for each in some if each.question == question] for some in (alone, kvtier, restarted)))
     status = judge(alone, kvtier + restarted)
-    seconds = time.monotonic() - began
-    print(f"({seconds:.0f} seconds in all)")
-    if seconds > within:
-        print(f"FAILED: that is more than {within:g} seconds")
-        return 1
+    print(f"({time.monotonic() - began:.0f} seconds in all)")
     return status
 
 
@@ -170,6 +162,4 @@ def what_is_wrong(answer: Answer, peers: dict[int, Answer]) -> str | None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Shows on a real vLLM what kvtier does.")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a chat model; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--within", type=float, default=math.inf, metavar="SECONDS", help="fail if it takes longer")
-    asked = parser.parse_args()
-    sys.exit(main(asked.model, asked.within))
+    sys.exit(main(parser.parse_args().model))

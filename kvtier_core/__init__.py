@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 # Type checkers and editors read these; `__getattr__` imports them.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from kvtier_core.config.compose import open_stack
     from kvtier_core.config.load import load_config
     from kvtier_core.config.model import StackConfig
+    from kvtier_core.config.open import open_stack
     from kvtier_core.config.registry import Registry
     from kvtier_core.errors import BackendError, ConfigError, ContractError, KvtierError, Problem
     from kvtier_core.interfaces import OpenContext
@@ -47,7 +47,7 @@ _HOMES = {
     "StorageManager": "stack.manager",
     "Usage": "types",
     "load_config": "config.load",
-    "open_stack": "config.compose",
+    "open_stack": "config.open",
 }
 __all__ = sorted(_HOMES)
 

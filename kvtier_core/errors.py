@@ -45,9 +45,13 @@ class StoreFull(BackendError):
     """A store has no room for a write, although its tier is within its capacity. The store is not broken."""
 
     def __init__(self, why: str, *, missing: int):
-        """``missing`` bytes must be deleted before the same call can succeed, as far as the store knows."""
+        """``missing`` bytes must be deleted before the same call can succeed, according to the store."""
         self.missing = missing
         super().__init__(why)
+
+
+class Unanswered(BackendError):
+    """A server did not answer. It may do so later."""
 
 
 class ContractError(KvtierError):

@@ -15,7 +15,7 @@ from typing import Any, Self
 class ProcessBound:
     """An object that only the process which made it closes. In a process forked from that one, closing does nothing.
 
-    Plugins' classes are derived from it too: its attributes cannot meet theirs, and frozen objects can have them.
+    Plugins' classes are derived from it too: its attributes cannot clash with theirs, and frozen objects can have them.
     """
 
     __closing: Mapping[str, Callable[[], Any]] = types.MappingProxyType({"close": lambda: None})
@@ -27,7 +27,7 @@ class ProcessBound:
         return made
 
     def __init_subclass__(cls, closing: Mapping[str, Callable[[], Any]] | None = None, **kwargs: Any):
-        """``closing`` has the methods that close it, and what makes the result of each in a forked process."""
+        """``closing`` has the methods that close it, each with a function for its result in a forked process."""
         super().__init_subclass__(**kwargs)
         cls.__closing = closing or cls.__closing
         for name, otherwise in cls.__closing.items():

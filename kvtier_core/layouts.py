@@ -1,4 +1,4 @@
-"""The parts of a chunk's KV, and where its bytes lie in frames."""
+"""The parts of a chunk's KV, and the places of its bytes in frames."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import NamedTuple
 
 import attrs
 
+from kvtier_core.errors import ContractError
 from kvtier_core.packed_form import packed_nbytes
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey
 
+#: More ranks than any engine has.
+MOST_RANKS = 1 << 14
+
 
 class KVKind(enum.StrEnum):
-    """The part of a prefix that a group of layers needs to continue behind it."""
+    """The part of a prefix that a group of layers needs to continue after it."""
 
     FULL_ATTENTION = "full attention"  #: the KV of every token of the prefix
     SLIDING_WINDOW = "sliding window"  #: the KV of the last ``reach - 1`` tokens
@@ -44,18 +48,25 @@ class Elements:
     of_channel: int
 
 
+def _numbers(items: Iterable[int]) -> tuple[int, ...]:
+    return tuple(items)
+
+
 def _elements(rows: Iterable[Elements | Mapping[str, int]]) -> tuple[Elements, ...]:
-    """Convert rows, also those of `attrs.asdict`."""
+    """Convert rows, including those of `attrs.asdict`."""
     return tuple(row if isinstance(row, Elements) else Elements(**row) for row in rows)
 
 
 @attrs.frozen
 class KVGroup:
-    """Layers that share a block table: the engine keeps a request's block ``b`` in page ``b`` of each of them."""
+    """Layers that share a block table: the engine keeps a request's block ``b`` in page ``b`` of each of them.
 
-    name: str  #: for logs, errors and facts; no other group of the layout has it
+    Raises ValueError for empty pages, blocks or windows.
+    """
+
+    name: str  #: for logs, errors and facts; unique in the layout
     kind: KVKind = attrs.field(converter=KVKind)
-    page_nbytes: tuple[int, ...] = attrs.field(converter=tuple)  #: of a page of each layer, as one rank holds it
+    page_nbytes: tuple[int, ...] = attrs.field(converter=_numbers)  #: of a page of each layer, as one rank holds it
     block_tokens: int  #: tokens of one block; for states, the tokens between two states that the engine may keep
     dtype: str  #: of the elements of a page, as torch names it: ``bfloat16``; separated by spaces if layers differ
     structure: KVStructure = attrs.field(converter=KVStructure)
@@ -64,7 +75,12 @@ class KVGroup:
     #: differ. Not part of the `fact`: the page layout and the attention backend are separate facts.
     elements: tuple[Elements, ...] = attrs.field(default=(), converter=_elements)
     #: Each layer's position in the model, for serializers; empty if unknown.
-    depths: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    depths: tuple[int, ...] = attrs.field(default=(), converter=_numbers)
+
+    def __attrs_post_init__(self) -> None:
+        shortest = 1 if self.kind in (KVKind.SLIDING_WINDOW, KVKind.CHUNKED_LOCAL) else 0
+        if self.block_tokens < 1 or self.reach < shortest or not all(nbytes > 0 for nbytes in self.page_nbytes):
+            raise ValueError(f"{self.name}: pages, blocks and windows must not be empty")
 
     @property
     def fact(self) -> str:
@@ -75,11 +91,11 @@ class KVGroup:
 
     @property
     def needs(self) -> str:
-        """What it needs to continue, in plain words."""
+        """The KV that it needs to continue, in plain words."""
         return f"{self.kind} of {self.reach}" if self.reach else str(self.kind)
 
     def needed(self, tokens: int) -> range:
-        """The blocks that a request needs to continue behind its first ``tokens``, a multiple of a block."""
+        """The blocks that a request needs to continue after its first ``tokens``, a multiple of a block."""
         end = tokens // self.block_tokens
         return range(max(0, end - self._depth(tokens)), end)
 
@@ -101,7 +117,7 @@ class KVGroup:
 
 
 class LayerPlace(NamedTuple):
-    """Where the pages of one layer lie in a shard."""
+    """The place of the pages of one layer in a shard."""
 
     layer: int  #: its number among the layers of the rank, group after group
     group: int  #: number of its group in the layout
@@ -166,20 +182,24 @@ class Part:
         return self.shards[rank // self.replicas]
 
 
+def _groups(items: Iterable[KVGroup]) -> tuple[KVGroup, ...]:
+    return tuple(items)
+
+
 @attrs.frozen
 class ChunkLayout:
-    """The frames of a chunk, and where its bytes lie in them.
+    """The frames of a chunk, and the places of its bytes in them.
 
-    The groups that need the KV of every token share one frame, which every stored chunk has. Each other group has a
-    frame of its own, which only chunks at boundaries have: a boundary is the end of a chunk behind which a request can
-    continue. These frames are the *parts* of a chunk. Every chunk has part 0; if no group needs every token, it is
-    that of the first group.
+    The groups that need the KV of every token share one frame, which every stored chunk has. Each other group has its
+    own frame, which only chunks at boundaries have: a boundary is the end of a chunk after which a request can
+    continue. These frames are the *parts* of a chunk. Every chunk has part 0; if no group needs every token, it is that
+    of the first group.
 
     The groups are facts of the namespace, and the namespace is part of every key, so no key names a chunk of other
     groups.
     """
 
-    groups: tuple[KVGroup, ...] = attrs.field(converter=tuple)  #: with the layers of all pipeline stages
+    groups: tuple[KVGroup, ...] = attrs.field(converter=_groups)  #: with the layers of all pipeline stages
     tokens: int = attrs.field()  #: of a chunk: a multiple of every group's ``block_tokens``, else ValueError
     ranks: int = attrs.field(default=1)  #: of all stages, stage after stage
     replicas: int = 1  #: number of consecutive ranks of a stage with the same bytes; the first one stores them
@@ -199,16 +219,20 @@ class ChunkLayout:
                     f"{tokens} tokens are not a multiple of the block size {group.block_tokens} ({group.name})"
                 )
             if group.kind is KVKind.CHUNKED_LOCAL and group.reach % tokens:
-                raise ValueError(f"{group.reach} tokens of local attention are no whole chunks ({group.name})")
+                raise ValueError(f"{group.reach} tokens of local attention are not whole chunks ({group.name})")
 
     def __attrs_post_init__(self) -> None:
         layers = tuple(len(group.page_nbytes) for group in self.groups)
         if self.stages and tuple(map(sum, zip(*self.stages, strict=True))) != layers:
-            raise ValueError(f"stages of {self.stages} layers for groups of {layers}")
+            raise ValueError(f"stages have {self.stages} layers, but groups have {layers}")
+        if not any(group.stored(self.tokens) for group in self.groups):
+            raise ValueError("no group has anything to store")
+        if self.replicas < 1 or not 0 < self.ranks <= MOST_RANKS:
+            raise ValueError(f"expected 1 to {MOST_RANKS} ranks, got {self.ranks} with {self.replicas} replicas")
         if self.ranks % (max(1, len(self.stages)) * self.replicas):
-            raise ValueError(f"{self.ranks} ranks of {max(1, len(self.stages))} stages, {self.replicas} alike")
+            raise ValueError(f"{self.ranks} ranks for {max(1, len(self.stages))} stages of {self.replicas} replicas")
         if self.any_ranks and (self.stages or not self.keeps_every_token):
-            raise ValueError("frames of any ranks have all layers in each shard, and all tokens")
+            raise ValueError("frames of any ranks need all layers and all tokens in each shard")
 
     @property
     def keeps_every_token(self) -> bool:
@@ -244,11 +268,10 @@ class ChunkLayout:
     def alone(self, rank: int) -> ChunkLayout:
         """The layout of one rank's shard, as if it were the only rank."""
         groups = [
-            # mypy misreads the converters
-            attrs.evolve(group, page_nbytes=pages, depths=depths)  # type: ignore[arg-type]
+            attrs.evolve(group, page_nbytes=pages, depths=depths)
             for group, pages, depths in zip(self.groups, self.pages_of(rank), self.depths_of(rank), strict=True)
         ]
-        return ChunkLayout(groups, self.tokens, packed=self.packed)  # type: ignore[arg-type]
+        return ChunkLayout(groups, self.tokens, packed=self.packed)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -292,10 +315,21 @@ class ChunkLayout:
         return range((chunk + 1) * blocks - self.groups[group].stored(self.tokens), (chunk + 1) * blocks)
 
     def needed(self, part: Part, chunks: int) -> range:
-        """The chunks whose part is needed to continue behind the first ``chunks`` chunks of a prompt."""
+        """The chunks whose part is needed to continue after the first ``chunks`` chunks of a prompt."""
         group = self.groups[part.groups[0]]
         blocks = group.needed(chunks * self.tokens)
         return range(blocks.start * group.block_tokens // self.tokens if blocks else chunks, chunks)
+
+    def check_path(self, path: Sequence[ChunkKey], parts: Sequence[ChunkKey] = ()) -> None:
+        """Raise ContractError unless a path names different chunks, and ``parts`` different other parts of chunks."""
+        keys = {*path, *parts}
+        if len(keys) < len(path) + len(parts):
+            raise ContractError("a path names a chunk twice")
+        if not set(map(len, keys)) <= {KEY_NBYTES}:
+            raise ContractError(f"expected keys of {KEY_NBYTES} bytes")
+        others = range(1, len(self.parts))
+        if (others and any(map(number_of_part, path))) or not all(number_of_part(key) in others for key in parts):
+            raise ContractError("a key does not name a chunk of this layout, or a part of one")
 
     def part_of(self, key: ChunkKey) -> Part:
         """The part that a key names."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parent
-#: Exists only in a checkout, where the Python code may be newer than what was compiled.
+#: Exists only in a checkout, where the Python code may be newer than the compiled code.
 _SOURCES = _PACKAGE.parent / "csrc"
 
 
@@ -27,13 +27,13 @@ def stamp_of(sources: Path) -> str:
 
 
 def _counts(path: Path, sources: Path) -> bool:
-    """Is this a source of what is compiled from this folder? CUDA code goes into a library of its own."""
+    """Is this a source of the library that is compiled from this folder? CUDA code has a separate library."""
     is_source = path.suffix in (".cpp", ".h", ".cu", ".cmake") or path.name == "CMakeLists.txt"
     return is_source and path.relative_to(sources).parts[0] != "cuda"
 
 
 def expected_stamp(name: str = "_native", folder: str = ".") -> str:
-    """The stamp of what belongs to this Python code: of a library of this name, from sources in a folder of csrc."""
+    """The stamp of the library that belongs to this Python code, by its name and the folder of its sources in csrc."""
     try:  # written beside this file when a wheel is built
         return (_PACKAGE / f"{name}.stamp").read_text("ascii", "replace").strip()
     except OSError:
@@ -41,15 +41,15 @@ def expected_stamp(name: str = "_native", folder: str = ".") -> str:
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    """The extension, and why it is not used if there is none."""
+    """The extension, or None and the reason why it is not used."""
     try:
         found = importlib.import_module("kvtier_core._native")
     except ImportError as error:
-        return None, f"the native extension is missing, using Python instead, which is slower: {error}"
+        return None, f"the native extension is missing; using Python instead, which is slower: {error}"
     stamp = getattr(found, "stamp", "")
     if stamp and stamp == expected_stamp():
         return found, ""
-    stale = "the native extension was built from other sources, using Python instead, which is slower"
+    stale = "the native extension was built from different sources; using Python instead, which is slower"
     return None, f"{stale}: rebuild {found.__file__}"
 
 
@@ -57,7 +57,7 @@ extension, _why_not = _load()
 
 
 def choose(name: str, plain: T) -> T:
-    """The object of this name in the extension, or its counterpart in Python where there is no extension.
+    """The object of this name in the extension, or its counterpart in Python if there is no extension.
 
     Raises AttributeError for a name that the extension lacks.
     """
@@ -65,5 +65,5 @@ def choose(name: str, plain: T) -> T:
 
 
 def describe() -> str:
-    """A log line that says whether the extension is used."""
-    return _why_not or f"compiled; checksums by {extension.crc32_method()}"
+    """A log line that states whether the extension is used."""
+    return _why_not if extension is None else f"compiled; checksums by {extension.crc32_method()}"

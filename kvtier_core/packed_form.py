@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvtier_core.types import FRAME_ALIGNMENT
 
-#: Of a packed payload: bytes of its header, of the head of each tile, and of a tile before it is packed.
+#: For a packed payload: bytes of its header, of the head of each tile, and of a tile before it is packed.
 HEADER_NBYTES, HEAD_NBYTES, TILE_NBYTES = 64, 32, 4096
 #: A packed shard has room for one raw tile in this many.
 _TILES_FOR_A_RAW_ONE = 16
@@ -17,8 +17,8 @@ class PackedForm(NamedTuple):
 
     values: int  #: in tiles
     rest: int  #: bytes of the payload after the tiles
-    bodies: int  #: where the bodies of the tiles begin
-    ends: int  #: where the ends of raw tiles begin
+    bodies: int  #: offset of the bodies of the tiles
+    ends: int  #: offset of the ends of raw tiles
 
     @classmethod
     def of(cls, nbytes: int) -> PackedForm:

@@ -31,7 +31,7 @@ FRAME_HEADER_NBYTES = FRAME_ALIGNMENT  #: bytes of a frame before its payload
 FRAME_MAGIC = b"kvtier\r\n"
 
 
-#: The fact that tells the namespace of an engine from that before its weights may have changed.
+#: The fact that distinguishes an engine's namespace from the one before its weights may have changed.
 EPOCH = "epoch"
 
 
@@ -43,7 +43,7 @@ class Slot(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a store keeps a frame."""
+    """The place where a store keeps a frame."""
 
     #: Integers of at most 64 bits, text and bytes that only its backend and its readers understand.
     place: tuple[int | str | bytes, ...]
@@ -117,7 +117,7 @@ class EventKind(enum.Enum):
     LOADED = "loaded"  #: the engine has copied chunks of a tier into its pages
     READ = "read"  #: a store tier has read frames, which passed verification
     WRITTEN = "written"  #: a tier has stored a frame
-    ASKED = "asked"  #: a shared store has said which of these frames it has
+    ASKED = "asked"  #: a shared store has reported which of these frames it has
     EVICTED = "evicted"  #: a tier dropped a chunk to make room
     REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
     MISSING = "missing"  #: a frame was gone from a store whose index had it
@@ -132,6 +132,8 @@ class EventKind(enum.Enum):
     BYPASSED = "bypassed"  #: tokens that were not looked up, or that are faster to compute than to load
     AVOIDED = "avoided"  #: computing time that a load made unnecessary, in seconds
     WAITED = "waited"  #: a request waited for the tier, in seconds
+    HANDED_OVER = "handed_over"  #: tokens of a prompt that are kept for the engine that continues it
+    NOT_KEPT = "not_kept"  #: the other tokens of its whole chunks
     ARRIVED = "arrived"  #: a request was first seen, with the keys of its chunks; of no tier
     FINISHED = "finished"  #: a request ended or was aborted, with the seconds since it arrived; of no tier
     USAGE = "usage"  #: the contents of the tier have changed; once a second at most
@@ -141,7 +143,7 @@ class ReadStatus(enum.Enum):
     """The outcome of reading one frame."""
 
     VERIFIED = "verified"  #: the slot holds the chunk, sealed and raw
-    MISSING = "missing"  #: the store has no such frame
+    MISSING = "missing"  #: the store does not have the frame
     CORRUPT = "corrupt"  #: the frame is damaged, or can never be read
     IO_ERROR = "io_error"  #: a shared store cannot serve this key now
     INCOMPATIBLE = "incompatible"  #: the frame may be whole, but this tier's codec cannot serve it
@@ -169,8 +171,8 @@ class Usage:
     chunks: int
     nbytes: int  #: of their frames
     capacity: int  #: in bytes
-    pins: int = 0  #: of an arena: slots in use by requests and tiers, counted once per use
-    inflight: int = 0  #: of a store tier: bytes on their way to or from it
+    pins: int = 0  #: for an arena: slots in use by requests and tiers, counted once per use
+    inflight: int = 0  #: for a store tier: bytes on their way to or from it
     can_read: bool = True  #: False while a breaker or a hanging call blocks reads from a store tier
     can_write: bool = True  #: the same for writes
 
@@ -185,10 +187,10 @@ class Event:
     nbytes: int = 0  #: total length of their frames
     why: str = ""  #: in plain words
     seconds: float = 0.0  #: its duration; 0 if unknown
-    tokens: int = 0  #: of a request; of WAITED: loaded tokens whose computing time is unknown
-    usage: Usage | None = None  #: of USAGE only
+    tokens: int = 0  #: of a request; for WAITED: loaded tokens whose computing time is unknown
+    usage: Usage | None = None  #: only for USAGE
     request: str = ""  #: the request's id, of events of a request
-    traceparent: str = ""  #: of ARRIVED: the trace context that the request's trace continues (W3C Trace Context)
+    traceparent: str = ""  #: for ARRIVED: the trace context that the request's trace continues (W3C Trace Context)
     at: float = attrs.field(factory=time.time, eq=False)  #: when it was noticed, in seconds since 1970
 
 
@@ -229,7 +231,7 @@ class Seconds(float):
         """Read a number and ms, s or min. Raises ValueError for anything else."""
         match = _TIME.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is not a length of time; write a number and ms, s or min")
+            raise ValueError(f"{text!r} is not a duration; write a number and ms, s or min")
         return cls(float(match[1]) * _TIME_UNITS[match[2]])
 
     def __str__(self) -> str:
@@ -257,7 +259,7 @@ class EnvSecret:
         """The secret. Raises BackendError if the variable is not set, or empty."""
         value = os.environ.get(self.variable)
         if not value:
-            raise BackendError(f"the environment variable {self.variable} is not set; set it where the engine runs")
+            raise BackendError(f"the environment variable {self.variable} is not set for this process")
         return value
 
     def __str__(self) -> str:

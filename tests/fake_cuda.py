@@ -10,10 +10,12 @@ import random
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import attrs
 import pytest
+from patience import wait_until
 
 from kvtier_core.native import stamp_of
 from kvtier_core.transfer.cuda.library import FILE, Library
@@ -67,6 +69,9 @@ class FakeCuda:
         self.c.fake_stream.restype = ctypes.c_void_p
         for name in ("step", "work", "longest_batch", "copies", "largest_copy", "locked_ranges", "allocations"):
             getattr(self.c, f"fake_{name}").restype = ctypes.c_uint64
+        for thread in threading.enumerate():
+            if thread.name == "kvtier-unlock":  # of a mover that was closed; it still calls the driver
+                thread.join()
         self.c.fake_reset(deferred)
         self.rng = random.Random(seed)
         self._made, self._most = [], streams
@@ -106,6 +111,11 @@ class FakeCuda:
 
     def calls(self, function):
         return self.c.fake_calls(function.encode())
+
+    def assert_all_returned(self):
+        """All memory of the device was freed, and what was page-locked is unlocked, which goes on in the background."""
+        assert self.c.fake_allocations() == 0
+        wait_until(lambda: self.c.fake_locked_ranges() == 0, "some memory is still page-locked")
 
     def step(self):
         """Do the next work of any stream that may go on; False if none may."""

@@ -8,21 +8,24 @@ Subclass `StackMachine` to try a policy, a serializer or another shape of stack.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manual_pool import ManualPool
 from patience import HANG
+from tables import differences, tables
+from wrong_calls import WRONG, Known
 
 from kvtier_core.builtin.heap import Heap
 from kvtier_core.builtin.raw import RawConfig
-from kvtier_core.errors import BackendError
+from kvtier_core.encoding.codec import FrameCodec
+from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frames.checksum import crc32
-from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.frames.format import seal, verify
-from kvtier_core.frames.identity import RAW, CodecIdentity
+from kvtier_core.frames.identity import RAW, CodecIdentity, identity_of
 from kvtier_core.interfaces import Backend, EvictionConfig, OpenContext, SerializerConfig, SupportsDirectReads
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.stack.arena import Arena
@@ -31,9 +34,9 @@ from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.outcomes import Lookup
 from kvtier_core.stack.store_tier.tier import StoreTier
-from kvtier_core.testing.samples import make_context, make_layout
 from kvtier_core.transfer.own_shard import OwnShard
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, FrameRead, Namespace, ReadStatus, Slot, StoredFrame
+from kvtier_testing.samples import make_context, make_layout
 
 LAYOUT = make_layout((24,), blocks=2, ranks=2)
 _SHARDS = OwnShard.of(LAYOUT, rank=0)  # both: the second does not begin where it could be read alone
@@ -108,6 +111,12 @@ def payload(key: ChunkKey, epoch: int) -> bytes:
     return hashlib.shake_128(key + bytes([epoch])).digest(LAYOUT.payload_nbytes)
 
 
+def open_codec(config: SerializerConfig, ctx: OpenContext) -> FrameCodec:
+    """The codec of a tier with this serializer, as the stack opens it."""
+    serializer = config.open(ctx)
+    return FrameCodec(ctx.namespace, ctx.layout, serializer, None if serializer is None else identity_of(config))
+
+
 class StackMachine(RuleBasedStateMachine):
     """Stores, loads, evicts, fails and recovers in an order that hypothesis chooses."""
 
@@ -126,8 +135,10 @@ class StackMachine(RuleBasedStateMachine):
         self.epochs = [NAMESPACE]  # the namespace of each
         self.holders = 0
         self.storing: list[str] = []  # holders of reservations
+        self.reserved: dict[str, list[ChunkKey]] = {}  # by holder
+        self.testing = ""  # the last holder of the slots of a self-test
         self.loading: list[_Lease] = []
-        self.codec = FrameCodec.open(self.serializer, OpenContext(NAMESPACE, LAYOUT))
+        self.codec = open_codec(self.serializer, OpenContext(NAMESPACE, LAYOUT))
         self.sealer = ManualPool()
         self.memories = [Slots(slots) for slots in self.arenas]
         self.arena_levels = [
@@ -180,6 +191,7 @@ class StackMachine(RuleBasedStateMachine):
             view[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + LAYOUT.payload_nbytes] = payload(key, self.epoch)
         if slots:
             self.storing.append(holder)
+            self.reserved[holder] = list(slots)
 
     @rule(name=st.sampled_from(sorted(PATHS)))
     def serve(self, name: str) -> None:
@@ -187,7 +199,7 @@ class StackMachine(RuleBasedStateMachine):
         self.manager.on_request(PATHS[name])
         self.store(name, len(name))
         while self.storing:
-            self.manager.commit(self.storing.pop())
+            self.finish_store(0, ok=True)
         self.manager.drain(timeout=HANG)
 
     @precondition(lambda self: self.storing)
@@ -197,8 +209,17 @@ class StackMachine(RuleBasedStateMachine):
         holder = self.storing.pop(which % len(self.storing))
         if ok:
             self.manager.commit(holder)
-        else:
-            self.manager.release(holder)
+        self.manager.release(holder)
+
+    @precondition(lambda self: self.storing)
+    @rule(which=_WHICH)
+    def test_itself(self, which: int) -> None:
+        """The holder of a reservation takes the slots of a self-test as well, if no other holder has them."""
+        holder = self.storing[which % len(self.storing)]
+        if self.testing == holder or self.testing not in self.storing:
+            slots = self.manager.reserve_self_test_slots(holder, LAYOUT.self_test_slots)
+            assert len(slots) in (0, len(self.arenas))
+            self.testing = holder
 
     @rule(name=st.sampled_from(sorted(PATHS)), known=st.booleans())
     def load(self, name: str, known: bool) -> None:
@@ -274,6 +295,36 @@ class StackMachine(RuleBasedStateMachine):
         self.namespace = Namespace.of({"model": "machine", "epoch": self.epoch})
         self.epochs.append(self.namespace)
         self.manager.invalidate_all(self.namespace)
+
+    @rule(name=st.sampled_from(sorted(WRONG)), path=st.sampled_from(sorted(PATHS)), which=st.integers(0, 1000))
+    def call_wrongly(self, name: str, path: str, which: int) -> None:
+        """A call that names what its holder does not have is refused, and changes no table."""
+        reserved = {holder: keys for holder, keys in self.reserved.items() if holder in self.storing and keys}
+        frames = {
+            holder: held
+            for holder, _, places, _ in self.loading
+            if (held := [place for place in places if isinstance(place, StoredFrame)])
+        }
+        wrong = WRONG[name](Known(LAYOUT, PATHS[path], reserved, frames))
+        arguments = wrong[which % len(wrong)]
+        for callee in self.callees():
+            before = tables(*self.remembering())
+            with pytest.raises(ContractError):
+                self.call(callee, name, arguments)
+            after = tables(*self.remembering())
+            assert before == after, f"a refused {name}({arguments}): {list(differences(before, after))}"
+
+    def callees(self) -> Sequence[Any]:
+        """Those who answer wrong calls."""
+        return [self.manager]
+
+    def call(self, callee: Any, name: str, arguments: Mapping[str, Any]) -> None:
+        """Make a call."""
+        getattr(callee, name)(**arguments)
+
+    def remembering(self) -> Sequence[Any]:
+        """All that a refused call must leave as it is."""
+        return [self.manager]
 
     # -- what time and stores do -----------------------------------------------------------------------
 
@@ -382,7 +433,7 @@ class StackMachine(RuleBasedStateMachine):
 
     def _come_to_rest(self) -> None:
         while self.storing:
-            self.manager.commit(self.storing.pop())
+            self.finish_store(0, ok=True)
         while self.loading:
             self.finish_load(0)
         self.manager.drain(timeout=HANG)

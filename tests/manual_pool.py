@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier_core.transfer.io_pool import Outcome, Then, Work, run
+from kvtier_core.work.io_pool import Outcome, Then, Work, run
 
 
 class ManualPool:

@@ -9,6 +9,7 @@ docs/reliability.md names them. A draw takes that many, chosen by the commit, an
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
@@ -39,10 +40,14 @@ def survives(mutant: Mutant, copy: SourceCopy) -> str:
     file.write_text(source.replace(mutant.code, mutant.instead))
     try:
         beside = [ROOT / mutant.beside] if mutant.beside else []
-        done = copy.test(["-x", "-q", mutant.test], beside=beside, capture_output=True, text=True)
+        environment = {**os.environ, "KVTIER_HANG": "120"}  # many die of waiting
+        # Variants too: `make test` alone leaves them out.
+        chosen = ["-x", "-q", "-m", "not dist", mutant.test]
+        done = copy.test(chosen, environment, beside, capture_output=True, text=True)
     finally:
         file.write_text(source)
-    return "" if done.returncode == 1 else done.stdout[-2000:] + done.stderr[-1000:]
+    said = f"pytest ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
+    return "" if done.returncode == 1 else said
 
 
 def outcomes(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str]]:

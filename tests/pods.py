@@ -7,9 +7,12 @@ there are no such namespaces. SPEC is `Pod.spec`.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
+import socket
 import stat
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 CANNOT = 77
 #: OpenShift runs each project under users and groups of a range of its own.
 OPENSHIFT = 1000680000
-_NEWNS, _NEWUSER = 0x00020000, 0x10000000
+_NEWNS, _NEWUSER, _NEWNET = 0x00020000, 0x10000000, 0x40000000
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 #: The user outside that is root inside.
 _OUTSIDE = 100000
 #: First number inside, first outside, how many.
@@ -36,12 +40,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @attrs.define
 class Pod:
-    """A container with one volume. Each call adds a step; `run` runs all of them, in order."""
+    """A container with volumes. Each call adds a step; `run` runs all of them, in order."""
 
     owner: int
     group: int
     mode: int
     at: str = "/cache"
+    others: dict[str, tuple[int, int, int]] = attrs.field(factory=dict)  #: owner, group and mode of others, by path
+    read_only: bool = False  #: may the container write nowhere but in its volumes?
     steps: list[dict] = attrs.field(factory=list)
 
     def process(self, code: str, uid: int, gid: int | None = None, groups: tuple[int, ...] = (), **env: str) -> None:
@@ -81,7 +87,7 @@ def _main(spec: dict) -> None:
     unshared, mapped = os.pipe(), os.pipe()
     if not (child := os.fork()):
         os.close(mapped[1])
-        _unshare(_NEWUSER | _NEWNS)
+        _unshare(_NEWUSER | _NEWNS | _NEWNET)
         os.write(unshared[1], b".")
         if os.read(mapped[0], 1):
             _contain(spec)
@@ -123,7 +129,9 @@ def _make_root() -> None:
     for needed in (ROOT, Path(sys.prefix), Path(sys.base_prefix)):
         for above in reversed(needed.parents):
             inside = _NEW_ROOT / above.relative_to("/")
-            inside.mkdir(exist_ok=True)
+            if not inside.exists():  # of the container's root: it sets the mode of /tmp
+                inside.mkdir()
+                os.chown(inside, _OUTSIDE, _OUTSIDE)
             if not inside.stat().st_mode & stat.S_IXOTH:
                 _mount("-t", "tmpfs", "-o", "mode=0755", "tmpfs", str(inside))
         if not (inside := _NEW_ROOT / needed.relative_to("/")).exists():
@@ -132,18 +140,28 @@ def _make_root() -> None:
 
 
 def _contain(spec: dict) -> None:
-    """Make this process root of the container, and its volume."""
+    """Make this process root of the container, with its volumes and its loopback."""
     os.setgid(0)
     os.setgroups([])
     os.setuid(0)
     os.chroot(_NEW_ROOT)
     os.chdir("/")
-    os.mkdir("/tmp")
+    os.makedirs("/tmp", exist_ok=True)  # it is there if the project lies in it
     os.chmod("/tmp", 0o1777)
-    os.mkdir(spec["at"])
-    _mount("-t", "tmpfs", "volume", spec["at"])
-    os.chown(spec["at"], spec["owner"], spec["group"])
-    os.chmod(spec["at"], spec["mode"])
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+    volumes = {spec["at"]: (spec["owner"], spec["group"], spec["mode"]), **spec["others"]}
+    for path, (owner, group, mode) in volumes.items():
+        if not os.path.exists(path):
+            above = os.path.dirname(path)
+            if above != "/":  # the machine's
+                _mount("-t", "tmpfs", "-o", "mode=0755", "tmpfs", above)
+            os.mkdir(path)
+        _mount("-t", "tmpfs", "volume", path)
+        os.chown(path, owner, group)
+        os.chmod(path, mode)
+    if spec["read_only"]:
+        _mount("-o", "remount,bind,ro", "/")
 
 
 def _mount(*words: str) -> None:
@@ -151,13 +169,15 @@ def _mount(*words: str) -> None:
 
 
 def _step(step: dict) -> str:
+    paths = os.environ.get("PYTHONPATH"), step["env"].get("PYTHONPATH")  # `SourceCopy` sets the first
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "PYTHONDONTWRITEBYTECODE": "1", **step["env"]}
     done = subprocess.run(
         [sys.executable, "-c", step["code"]],
         user=step["uid"],
         group=step["gid"],
         extra_groups=step["groups"],
         umask=0o022,
-        env={"PATH": os.environ["PATH"], "HOME": "/nowhere", "PYTHONDONTWRITEBYTECODE": "1", **step["env"]},
+        env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

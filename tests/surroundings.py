@@ -1,9 +1,17 @@
 """What tests do not take from the machine that they run on: a plugin of pytest."""
 
-import contextlib
-import os
+from __future__ import annotations
 
-# Read when torch is imported, which tests/core does before tests/vllm/conftest.py. Threads that wait spin.
+import contextlib
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Read when torch is imported, perhaps before an engine's tests set it. Threads that wait spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Many tests make folders for tiers. Those that others may write to are refused.
@@ -13,3 +21,38 @@ with contextlib.suppress(ImportError):  # for `make gpu-check` it need not be in
     from hypothesis import settings
 
     settings.register_profile("default", deadline=None)  # a busy machine is no failure
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--draw", metavar="COMMIT", help="a third of the files of tests, drawn by the hash of a commit")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (commit := config.getoption("--draw")) is None:
+        return
+    drawn = [item for item in items if hashlib.sha256(f"{commit} {item.path.name}".encode()).digest()[0] % 3 == 0]
+    config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
+    items[:] = drawn
+
+
+@pytest.fixture(autouse=True)
+def _lines_reach_the_test_once() -> Iterator[None]:
+    """An engine that an earlier test started in this process has sent kvtier's lines to vLLM's handlers."""
+    log = logging.getLogger("kvtier")
+    level = log.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "handlers", [])
+        patch.setattr(log, "propagate", True)
+        log.setLevel(logging.NOTSET)
+        yield
+        log.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _a_busy_machine_adds_no_lines() -> Iterator[None]:
+    """Engines in this process do not say that other tests keep the cores from them."""
+    from kvtier_core.engine import starvation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starvation, "_EVERY", math.inf)
+        yield

@@ -73,7 +73,7 @@ def _of_class(cls: type) -> Iterator[str]:
         )
     elif "__init__" in vars(cls):
         yield f"__init__{_signature(cls.__init__)}"
-    for name, annotation in sorted(getattr(cls, "__annotations__", {}).items()):
+    for name, annotation in sorted(inspect.get_annotations(cls).items()):
         if "ClassVar" in str(annotation) or not attrs.has(cls):
             annotation = getattr(annotation, "__forward_arg__", annotation)
             yield f"{name}: {annotation}{' = …' if hasattr(cls, name) else ' required'}"

@@ -6,9 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
-from kvtier_core.cli import parser
+import pytest
+
+from kvtier_core import cli
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/commands.md").read_text()
@@ -38,5 +42,36 @@ def test_every_block_runs(tmp_path):
 
 
 def test_every_command_is_named():
-    (commands,) = (each.choices for each in parser()._actions if each.choices)
+    (commands,) = (each.choices for each in cli.parser()._actions if each.choices)
     assert [name for name in commands if f"kvtier {name}" not in PAGE] == []
+
+
+def ending_of(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    return ended.value.code, capsys.readouterr().err
+
+
+def test_every_command_of_another_package_has_its_extra():
+    brought = {
+        command: package.parent.name.removeprefix("kvtier_")
+        for package in ROOT.glob("plugins/kvtier_*/pyproject.toml")
+        for command in tomllib.loads(package.read_text())["project"].get("entry-points", {}).get("kvtier.commands", ())
+    }
+    assert brought == cli._EXTRAS
+
+
+@pytest.mark.parametrize("command", cli._EXTRAS)
+def test_a_command_whose_package_is_missing_names_it(command, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    told = f"kvtier {command}: not installed; pip install 'kvtier[{cli._EXTRAS[command]}]'\n"
+    assert ending_of([command, "file", "--option", "--json"], capsys) == (2, told)
+
+
+def test_a_command_that_cannot_be_imported_costs_no_other(monkeypatch, capsys):
+    broken = EntryPoint("broken", "no_such_module", "kvtier.commands")
+    hidden = EntryPoint("schema", "no_such_module", "kvtier.commands")  # the core's own stay what they are
+    monkeypatch.setattr(cli, "entry_points", lambda group: [broken, hidden])
+    assert cli.main(["schema"]) == 0
+    status, told = ending_of(["broken"], capsys)
+    assert (status, told) == (2, "kvtier broken: no_such_module cannot be imported: No module named 'no_such_module'\n")

@@ -8,12 +8,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from sizes import some
 
 from kvtier_core.cli import main
-from kvtier_core.testing import ArenaLaws, BackendLaws, SerializerLaws, laws_of
-from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_disk.config import DiskConfig
 from kvtier_gds.config import GdsConfig
+from kvtier_testing import ArenaLaws, BackendLaws, SerializerLaws, laws_of
+from kvtier_testing.samples import make_context, make_frame, make_keys, make_namespace
 
 BROKEN = """
     import attrs
@@ -106,7 +107,7 @@ def entries(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("tier", "folder", "shared"), [("disk", "disk", False), ("disk#2", "shared", True)])
+@pytest.mark.parametrize(("tier", "folder", "shared"), some([("disk", "disk", False), ("disk#2", "shared", True)]))
 def test_a_store_keeps_the_laws_and_all_that_it_held(file, tmp_path, capsys, tier, folder, shared):
     """More lies in it, of another model, than its capacity of now."""
     ctx, keys = make_context(namespace=make_namespace("a user's"), capacity=0 if shared else 1 << 30), make_keys(9)
@@ -128,6 +129,7 @@ def test_a_store_keeps_the_laws_and_all_that_it_held(file, tmp_path, capsys, tie
     assert outcomes["test_what_other_namespaces_left_counts_against_the_capacity"] == "not tried"
 
 
+@pytest.mark.more
 def test_slabs_are_tried_beside_those_that_an_engine_uses(tmp_path, capsys):
     """They take their capacity at once, so that neither an endless one nor a small one would do."""
     folders = [tmp_path / "first", tmp_path / "second"]
@@ -165,7 +167,7 @@ def test_a_tier_that_breaks_laws_is_told_which_and_what_follows(file, tmp_path, 
     told = capsys.readouterr().out
     assert "writes 0.00 GB/s, reads back 0.00 GB/s" in told
     assert "broken: test_keys_are_any_32_bytes\n" in told
-    assert "Otherwise two prompts would share one frame" in " ".join(told.split())
+    assert "Otherwise two prompts would overwrite each other's frame" in " ".join(told.split())
     assert "python -m pydoc kvtier_core.interfaces.store_tier" in " ".join(told.split())
     assert "not tried: test_bytes_read_are_bytes_written: known: see our tracker\n" in told
     assert told.endswith("verdict: broken\n")
@@ -191,7 +193,7 @@ def test_tiers_that_cannot_be_tried_are_refused(file, capsys, arguments, why):
     assert not told.out
 
 
-@pytest.mark.parametrize("serializer", ["{type: zstd, level: 3}", "packed", "broken"])
+@pytest.mark.parametrize("serializer", some(["{type: zstd, level: 3}", "packed", "broken"], "broken"))
 def test_the_serializer_of_a_tier_is_tried_too(file, capsys, serializer):
     """With its options; what only its own tests can know is not tried."""
     file.write_text(file.read_text().replace("path: ", f"serializer: {serializer}, path: ", 1))
@@ -213,7 +215,7 @@ def test_a_store_that_an_engine_uses_is_left_alone(file, tmp_path, capsys):
 
 def test_a_failing_law_explains_itself_in_any_project(file, tmp_path, pytester_like):
     told = pytester_like(
-        "from kvtier_core.testing import BackendLaws\nfrom firstbyte import FirstByteConfig\n"
+        "from kvtier_testing import BackendLaws\nfrom firstbyte import FirstByteConfig\n"
         "class TestMine(BackendLaws):\n    def config(self, folder):\n        return FirstByteConfig()\n"
     )
     assert told.count("the law ---") == told.count("\nE   AssertionError") > 0
@@ -236,7 +238,7 @@ def pytester_like(tmp_path):
 
 
 def test_every_law_says_what_an_engine_would_do_without_it():
-    import kvtier_core.testing as kit
+    import kvtier_testing as kit
 
     suites = [getattr(kit, name) for name in kit.__all__ if name.endswith("Laws") and name != "Laws"]
     assert ArenaLaws in suites and len(suites) >= 6

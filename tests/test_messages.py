@@ -18,7 +18,7 @@ FILES = sorted(
     file
     for package in (ROOT / "kvtier_core", *ROOT.glob("plugins/*/kvtier_*"))
     for file in package.rglob("*.py")
-    if "testing" not in file.relative_to(ROOT).parts
+    if "laws" not in file.relative_to(ROOT).parts
 )
 
 #: Where nobody may read log lines as data.
@@ -29,6 +29,7 @@ SPEAKERS = {
     *("Problem", "problem", "wrong", "_wrong", "failed", "Unavailable", "BackendError", "StoreFull", "Gone", "NoFile"),
     *(
         "NotOurs",
+        "Unanswered",
         "_Held",
         "ConfigError",
         "KvtierError",
@@ -38,7 +39,7 @@ SPEAKERS = {
         "Refused",
         "Unknown",
     ),
-    *("Unidentified", "UnidentifiedError", "Broken", "Diagnosis", "Fact", "warn", "ContractError"),
+    *("Unidentified", "UnidentifiedError", "Broken", "Diagnosis", "Fact", "warn", "ContractError", "Missing"),
 }
 LEVELS = {"debug", "info", "warning", "error", "exception"}
 LOGS = {"logger", "log", "_LOG", "_log"}
@@ -81,9 +82,9 @@ def messages(file: Path) -> Iterator[tuple[str, str]]:
                 said, values = "event", [keyword.value for keyword in keywords if keyword.arg == "why"]
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in PARTS:
                 said, values = name, [value]
-            case ast.FunctionDef(returns=ast.Name(id="str")) if (ast.get_docstring(node) or "").startswith(
-                ("Why ", "How ")
-            ):
+            case ast.FunctionDef(name=name, returns=ast.Name(id="str")) if name == "__str__" or (
+                ast.get_docstring(node) or ""
+            ).startswith(("Why ", "How ")):
                 said = "reason"
                 values = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
         spoken = [[" ".join(text.split()) for text in text_of(value) if is_sentence(text)] for value in values]

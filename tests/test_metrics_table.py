@@ -9,13 +9,14 @@ import re
 import pytest
 from source_copy import ROOT
 
-from kvtier_core.config.compose import open_observers
 from kvtier_core.config.load import load_config
+from kvtier_core.config.open import open_observers
 from kvtier_core.config.registry import Registry
-from kvtier_core.observers.metrics import METRICS, MetricType
-from kvtier_core.observers.readings import DECLINED, NOT_ASKED, Readings
-from kvtier_core.testing.samples import make_context
+from kvtier_core.telemetry.metrics import METRICS, MetricType
+from kvtier_core.telemetry.readings import DECLINED, NOT_ASKED, Readings
 from kvtier_core.types import Event, EventKind, Usage
+from kvtier_serve.operators.metrics import OF_A_SERVER
+from kvtier_testing.samples import make_context
 
 DOCUMENT = (ROOT / "docs/metrics.md").read_text()
 DASHBOARD = json.loads((ROOT / "examples/grafana.json").read_text())
@@ -38,7 +39,7 @@ UNITS = {
 }
 
 
-def test_the_document_has_the_table_of_the_code():
+def test_the_document_has_the_tables_of_the_code():
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in DOCUMENT.splitlines() if "| `kvtier_" in line
     ]
@@ -51,19 +52,19 @@ def test_the_document_has_the_table_of_the_code():
             ", ".join(metric.labels),
             metric.text,
         ]
-        for metric in METRICS
+        for metric in (*METRICS, *OF_A_SERVER)
     ]
 
 
 def test_the_document_names_no_other_metric():
-    named = set(re.findall(r"\bkvtier_[a-z_]+\b", DOCUMENT)) - {"kvtier_observers", "kvtier_core"}
-    assert {name.removesuffix("_total") for name in named} == OF_A_NAME.keys()
+    named = set(re.findall(r"\bkvtier_[a-z_]+\b", DOCUMENT)) - {"kvtier_observers", "kvtier_core", "kvtier_testing"}
+    assert {name.removesuffix("_total") for name in named} == {metric.name for metric in (*METRICS, *OF_A_SERVER)}
 
 
 def test_names_and_units_are_as_prometheus_has_them():
-    for metric in METRICS:
-        assert re.fullmatch(r"kvtier_[a-z]+(_[a-z]+)*", metric.name)
-        assert metric.labels[0] == "tier" and metric.text
+    assert all(metric.labels[0] == "tier" for metric in METRICS)
+    for metric in (*METRICS, *OF_A_SERVER):
+        assert re.fullmatch(r"kvtier_[a-z]+(_[a-z]+)*", metric.name) and metric.text
         if metric.type is not MetricType.GAUGE:
             assert metric.unit and metric.name.endswith(metric.unit), "the unit comes last"
 
@@ -115,7 +116,7 @@ def test_the_configuration_of_the_document_is_one(tmp_path):
     (written,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
     file = tmp_path / "kvtier.yaml"
     file.write_text(written.replace("type: cpu", "type: heap"))
-    assert [each.type for each in load_config(file, Registry.of()).observers] == ["prometheus", "jsonl"]
+    assert [each.type for each in load_config(file, Registry.discover()).observers] == ["prometheus", "jsonl"]
 
 
 # -- the dashboard -------------------------------------------------------------------------------------
@@ -168,4 +169,5 @@ def test_everything_in_the_table_is_on_the_dashboard_or_can_be_had_from_it():
         for target in panel["targets"]
         for name in re.findall(r"\bkvtier_[a-z_]+\b", target["expr"])
     }
-    assert OF_A_NAME.keys() - asked == {"kvtier_avoided_seconds", "kvtier_held_chunks"}
+    not_shown = {"kvtier_avoided_seconds", "kvtier_held_chunks", "kvtier_handed_over_tokens", "kvtier_not_kept_tokens"}
+    assert OF_A_NAME.keys() - asked == not_shown

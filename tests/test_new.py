@@ -14,24 +14,24 @@ from pathlib import Path
 import pytest
 
 from kvtier_core.cli import main
-from kvtier_core.cli.new import EXAMPLES, kinds
-from kvtier_core.config.compose import open_stack, open_token_database
 from kvtier_core.config.examine import KINDS
 from kvtier_core.config.load import load_config
+from kvtier_core.config.open import open_stack, open_token_database
 from kvtier_core.config.registry import Registry
 from kvtier_core.hookspecs import GROUP
-from kvtier_core.testing.samples import make_context
 from kvtier_cpu import plugin as cpu
 from kvtier_disk import plugin as disk
+from kvtier_testing.new import EXAMPLES, kinds
+from kvtier_testing.samples import make_context
 
 MODULES = {kind: f"kvtier_example_{kind.replace('-', '_')}" for kind in kinds()}
 _KVTIER = "import sys; from kvtier_core.cli import main; sys.exit(main())"
 _OPEN = """
 import sys
-from kvtier_core.config.compose import open_stack
+from kvtier_core.config.open import open_stack
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.testing.samples import make_context
+from kvtier_testing.samples import make_context
 open_stack(load_config(sys.argv[1], Registry.discover()), make_context()).close()
 """
 
@@ -140,5 +140,5 @@ def test_a_name_that_cannot_be_is_refused(name, tmp_path, capsys):
 def test_existing_files_are_not_overwritten(tmp_path, capsys):
     (tmp_path / "kvtier-mine").mkdir()
     assert main(["new", "mine", "--kind", "backend", "--into", str(tmp_path)]) == 2
-    assert "is there already; choose another name, or another folder with --into" in capsys.readouterr().err
+    assert "already exists; choose another name, or another folder with --into" in capsys.readouterr().err
     assert not list((tmp_path / "kvtier-mine").iterdir())

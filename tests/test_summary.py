@@ -33,7 +33,7 @@ def said(folder: Path, *options: str, **settings: str) -> str:
     """The output of a run of these tests."""
     (folder / "test_some.py").write_text(TESTS)
     (folder / "test_hosts.py").write_text(WITH_A_HOST)
-    environment = {name: value for name, value in os.environ.items() if name != "KVTIER_CI"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("KVTIER_CI", "PYTEST_ADDOPTS")}
     environment |= {"PYTHONPATH": str(Path(__file__).parent), **settings}
     command = [sys.executable, "-m", "pytest", "-p", "summary", "-p", "no:cacheprovider", *options]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment).stdout

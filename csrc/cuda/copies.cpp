@@ -39,19 +39,16 @@ bool Copies::append(uint64_t host, uint64_t on_device, uint64_t nbytes) {
 
 bool Copies::flush() {
   if (!count_) return true;
-  bool done = false;
-  if (count_ > 1 && device_.takes_batches()) {
-    const Result result = enqueue_batch();
-    done = result == kSuccess;
-    // What of a refused call was enqueued is enqueued again: the same bytes to the same place. Other errors are of the
-    // device, not of the call.
-    if (result == kInvalidValue || result == kNotSupported) {
-      device_.refuse_batches();
-    } else if (!done) {
-      return device_.must(result, "enqueue a batch of copies");
-    }
+  const bool batches = count_ > 1 && device_.takes_batches();
+  const Result result = batches ? enqueue_batch() : kNotSupported;
+  // What of a refused call was enqueued is enqueued again: the same bytes to the same place. Other errors are of the
+  // device, not of the call.
+  if (result == kInvalidValue || result == kNotSupported) {
+    if (!enqueue_each()) return false;
+    if (batches) device_.refuse_batches();  // the copies were right, so it was the call that was refused
+  } else if (result != kSuccess) {
+    return device_.must(result, "enqueue a batch of copies");
   }
-  if (!done && !enqueue_each()) return false;
   count_ = 0;
   nbytes_ = 0;
   return true;

@@ -14,7 +14,14 @@ from typing import Any, Literal, Union
 
 import attrs
 
-from kvtier_core.config.model import ArenaTierConfig, IdentityConfig, RecordConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.model import (
+    ArenaTierConfig,
+    IdentityConfig,
+    ProgramConfig,
+    RecordConfig,
+    StackConfig,
+    StoreTierConfig,
+)
 from kvtier_core.config.registry import KIND_OF, Registry
 from kvtier_core.config.schema import comments_of, first_paragraph
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
@@ -32,8 +39,8 @@ _WORDS: dict[Any, str] = {
 }
 #: What YAML has for a value of Python's.
 _VALUES = {"None": "~", "True": "true", "False": "false"}
-#: What every tier has of its own, and what the core's classes keep beside it.
-_INNER = ("name", "config", "source", "tiers", "_places", "_plugins")
+#: What the core's classes keep beside what is written.
+_INNER = ("config", "source", "tiers", "_places", "_plugins")
 
 
 def pages(registry: Registry) -> Iterator[str]:
@@ -41,6 +48,7 @@ def pages(registry: Registry) -> Iterator[str]:
     yield from _section("The file", StackConfig)
     yield from _section("`identity`", IdentityConfig)
     yield from _section("`record`", RecordConfig)
+    yield from _section("`programs`", ProgramConfig)
     yield from _section("Every arena", ArenaTierConfig)
     yield from _section("Every store tier", StoreTierConfig)
     for offer in registry.offers():
@@ -56,8 +64,9 @@ def _section(title: str, cls: type) -> Iterator[str]:
 
 def _rows(cls: type) -> Iterator[str]:
     hints, comments = typing.get_type_hints(cls), comments_of(cls)
+    inner = (*_INNER, "name") if cls in (ArenaTierConfig, StoreTierConfig) else _INNER
     for field in attrs.fields(cls):
-        if field.init and field.name not in _INNER:
+        if field.init and field.name not in inner:
             cells = (
                 f"`{field.alias}`",
                 written(hints[field.name]),

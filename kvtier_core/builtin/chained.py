@@ -4,7 +4,7 @@
     key of 0 = H(root, tokens of chunk 0, extra of chunk 0)
     key of i = H(key of i - 1, tokens of chunk i, extra of chunk i)
 
-H is BLAKE2b with 32 bytes. All parts but the last have a fixed length, so no two inputs are the same bytes.
+H is BLAKE2b with 32 bytes. All parts but the last have a fixed length, so no two inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -51,11 +51,17 @@ class Chained(TokenDatabase):
         extra: Mapping[int, bytes] | None = None,
     ) -> list[ChunkKey]:
         keys = list(known[: len(tokens) // self._chunk_tokens])
-        parent = keys[-1] if keys else self._root(salt)
+        return keys + self._chain(keys[-1] if keys else self._root(salt), tokens, len(keys), dict(extra or {}))
+
+    def continued(self, parent: ChunkKey | None, tokens: Sequence[int], *, salt: bytes = b"") -> list[ChunkKey]:
+        """The keys of all whole chunks of ``tokens``, which follow the chunk ``parent``, or begin a prompt (None)."""
+        return self._chain(parent or self._root(salt), tokens, 0, {})
+
+    def _chain(self, parent: ChunkKey, tokens: Sequence[int], first: int, extra: dict[int, bytes]) -> list[ChunkKey]:
         try:
-            return keys + chain(parent, tokens, self._chunk_tokens, len(keys), dict(extra or {}), _CHUNK)
+            return chain(parent, tokens, self._chunk_tokens, first, extra, _CHUNK)
         except (struct.error, ValueError) as error:
-            raise ContractError(f"a token id is a whole number of 32 bits: {error}") from error
+            raise ContractError(f"token ids must be 32-bit whole numbers: {error}") from error
 
     def _root(self, salt: bytes) -> ChunkKey:
         return _digest(self._namespace.digest + struct.pack("<Q", self._chunk_tokens) + salt, _ROOT)

@@ -45,7 +45,7 @@ class Heap(AllocatorBackend):
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
             chunk = Nbytes(self.slot_nbytes)
-            raise BackendError(f"heap: capacity {ctx.capacity} has no room for a chunk of {chunk}; write a larger one")
+            raise BackendError(f"heap: capacity {ctx.capacity} is smaller than one chunk ({chunk}); increase it")
         try:
             self.memory = memoryview(mmap.mmap(-1, self.slots * self.slot_nbytes))
         except OSError as error:

@@ -1,7 +1,7 @@
-"""`serializer: packed`: a lossless codec for KV in bfloat16, which takes 12 bits for a value of 16.
+"""`serializer: packed`: a lossless codec for KV in bfloat16, which stores a value of 16 bits in 12.
 
-It asks for no dtype: what does not pack is kept as it is. float16 is, too: of KV its exponent has
-2.9 bits of information in five, and a code of four would save one bit in sixteen.
+It requires no dtype: data that does not pack is kept as it is. This includes float16: in KV the five bits of its
+exponent have 2.9 bits of information, and a code of four bits would save one bit in sixteen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PackedConfig(SerializerConfig):
 
 
 class Packed(Serializer):
-    """Keeps nothing: each call is by itself."""
+    """Keeps no state: each call is independent."""
 
     def bound(self, layout: ChunkLayout) -> int:
         return bound(layout.payload_nbytes)
@@ -40,5 +40,5 @@ class Packed(Serializer):
 
     def decode(self, encoded: memoryview, into: memoryview) -> int:
         if not unpack(encoded, into):
-            raise BackendError(f"packed: this encodes no payload of {len(into)} bytes")
+            raise BackendError(f"packed: encoded data does not match a payload of {len(into)} bytes")
         return len(into)

@@ -1,4 +1,4 @@
-"""Slots whose shards are packed: when they are worth it, and a serializer for what they hold."""
+"""Slots whose shards are packed: when packing is worthwhile, and a serializer for their contents."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Serializer
 from kvtier_core.layouts import ChunkLayout, KVStructure
 from kvtier_core.packed_form import packed_nbytes
-from kvtier_core.transfer.buffers import Buffers
 from kvtier_core.transfer.packing import pack, payload_nbytes, unpack
+from kvtier_core.work.buffers import Buffers
 
 #: Instruction sets with which packing keeps up with a copy.
 _FAST = ("avx512", "avx2")
@@ -24,15 +24,15 @@ def why_not(layout: ChunkLayout) -> str:
     if any(group.dtype != "bfloat16" or group.structure is KVStructure.OPAQUE for group in layout.groups):
         return "not all KV is in bfloat16"
     if native.extension is None or native.extension.packed_methods()[0] not in _FAST:
-        return f"this processor does not pack as fast as it copies; {' and '.join(_FAST)} do"
+        return f"this processor cannot pack as fast as it copies; {' and '.join(_FAST)} can"
     longer = attrs.evolve(layout, packed=True).frame_nbytes >= layout.frame_nbytes
-    return "chunks are so short that it gains nothing" if longer else ""
+    return "chunks are too short to gain from it" if longer else ""
 
 
 class OfUnpacked(Serializer):
-    """Encodes what packed shards hold, with the serializer of a tier below them.
+    """Encodes the contents of packed shards with the serializer of a tier below them.
 
-    Behind the encoded form are the bytes of each shard before it was packed, and the number of shards (`_LENGTH`).
+    The encoded form is followed by the length of each shard before packing, and by the number of shards (`_LENGTH`).
     """
 
     def __init__(self, serializer: Serializer, unpacked: ChunkLayout):
@@ -61,16 +61,16 @@ class OfUnpacked(Serializer):
     def decode(self, encoded: memoryview, into: memoryview) -> int:
         encoded, lengths = _without_lengths(encoded)
         if sum(map(packed_nbytes, lengths)) != len(into):
-            raise BackendError(f"these are not the shards of {len(into)} bytes")
+            raise BackendError(f"shards do not match a payload of {len(into)} bytes")
         pages = self._buffers.take()
         if self._serializer.decode(encoded, pages[: sum(lengths)]) != sum(lengths):
-            raise BackendError("it decodes to another length")
+            raise BackendError("it decodes to the wrong length")
         begin = end = 0
         for nbytes in lengths:
             shard = into[end : end + packed_nbytes(nbytes)]
             used = pack(pages[begin : begin + nbytes], shard)
             if not used:
-                raise BackendError("what it decodes to has no room in a packed shard")
+                raise BackendError("decoded data does not fit in a packed shard")
             shard[used:] = bytes(len(shard) - used)
             begin, end = begin + nbytes, end + len(shard)
         self._buffers.give_back([pages])
@@ -78,10 +78,10 @@ class OfUnpacked(Serializer):
 
 
 def _without_lengths(encoded: memoryview) -> tuple[memoryview, list[int]]:
-    """An encoded form, and the lengths behind it. Raises BackendError."""
+    """An encoded form, and the lengths after it. Raises BackendError."""
     try:
         (count,) = _LENGTH.unpack_from(encoded, len(encoded) - _LENGTH.size)
         begin = len(encoded) - (count + 1) * _LENGTH.size
         return encoded[:begin], list(struct.unpack_from(f"<{count}Q", encoded, begin))
     except (struct.error, OverflowError) as error:
-        raise BackendError("it has no lengths of shards") from error
+        raise BackendError("shard lengths are missing") from error

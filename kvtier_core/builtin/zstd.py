@@ -1,17 +1,17 @@
-"""`serializer: zstd`: a lossless codec of varying length, Zstandard (RFC 8878) on the bytes of numbers apart.
+"""`serializer: zstd`: a lossless codec of varying length: Zstandard (RFC 8878) on separated bytes of numbers.
 
 In KV the upper bytes of numbers, with most of the exponent, are alike, and the lower ones are noise. A *plane* has one
-byte of each number: first the lowest of all numbers, then the next. Zstandard codes each plane by itself; one whose
-beginning becomes hardly shorter is kept as it is. Numbers are as long as the layout says, one byte if they differ.
+byte of each number: the first plane the lowest, the next the second. Zstandard codes each plane separately; one whose
+beginning hardly shrinks is kept as it is. The layout determines the length of a number: one byte if groups differ.
 
 The encoded form, integers little-endian:
 
     0     4  "kvz" and the version, 1
-    4     4  bytes of a number
-    8     8  bytes of the payload
-   16   8 n  of each plane the bytes it takes here; as many as it has: the plane itself
+    4     4  length of a number
+    8     8  length of the payload
+   16   8 n  for each plane, its length here; with its full length it is not coded
              the planes
-             the bytes of the payload behind the last whole number
+             the bytes of the payload after the last whole number
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvtier_core.layouts import ChunkLayout
 
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"kvz\1"
-#: Bytes of a number, by its type in torch's words; of others one byte.
+#: Bytes of a number, by torch's name of its type; one byte for other types.
 _WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}
-#: A plane is coded if so much of its beginning becomes shorter by a fiftieth. Of the mantissas of KV 0.5 % would be
-#: won, in as much time as the exponents take.
+#: A plane is coded if a sample of this length, its beginning, shrinks by a fiftieth. Coding the mantissas of KV would
+#: save 0.5 %, and take as much time as coding the exponents.
 _SAMPLE_NBYTES, _WORTH_IT = 64 << 10, 0.98
 
 
@@ -43,7 +43,7 @@ class ZstdConfig(SerializerConfig):
     lossless: ClassVar[bool] = True
     typical_ratio: ClassVar[float] = 1.44
 
-    #: Of Zstandard. Higher ones take longer, and make KV no shorter.
+    #: The compression level of Zstandard. Higher levels take longer, and make KV no shorter.
     level: int = attrs.field(default=1, validator=[attrs.validators.ge(-7), attrs.validators.le(19)])
 
     def open(self, ctx: OpenContext) -> Zstd:
@@ -56,7 +56,7 @@ class ZstdConfig(SerializerConfig):
 
 
 class Zstd(Serializer):
-    """Each call has contexts of its own: those of Zstandard are for one thread at a time."""
+    """Each call creates its own contexts, because only one thread at a time may use a context of Zstandard."""
 
     def __init__(self, zstandard: ModuleType, level: int, width: int):
         self._zstandard = zstandard
@@ -71,7 +71,8 @@ class Zstd(Serializer):
         planes = [self._coded(numbers[i :: self._width]) for i in range(self._width)]
         head = _HEADER.pack(_MAGIC, self._width, len(payload)) + struct.pack(f"<{self._width}Q", *map(len, planes))
         end = 0
-        for piece in (head, *planes, payload[len(numbers) :]):
+        pieces: list[bytes | memoryview] = [head, *planes, payload[len(numbers) :]]
+        for piece in pieces:
             into[end : end + len(piece)] = piece
             end += len(piece)
         return end
@@ -89,11 +90,11 @@ class Zstd(Serializer):
             magic, width, nbytes = _HEADER.unpack_from(encoded)
             lengths = struct.unpack_from(f"<{self._width}Q", encoded, _HEADER.size)
         except struct.error as error:
-            raise BackendError("zstd: too short") from error
+            raise BackendError("zstd: encoded data is too short") from error
         begin, count = _HEADER.size + 8 * self._width, len(into) // self._width
         rest = len(into) % self._width
         if (magic, width, nbytes) != (_MAGIC, self._width, len(into)) or begin + sum(lengths) + rest != len(encoded):
-            raise BackendError(f"zstd: this encodes no payload of {len(into)} bytes")
+            raise BackendError(f"zstd: encoded data does not match a payload of {len(into)} bytes")
         numbers = bytearray(count * width)
         for i, length in enumerate(lengths):
             numbers[i::width] = self._decoded(encoded[begin : begin + length], count)
@@ -106,9 +107,10 @@ class Zstd(Serializer):
         if len(plane) == count:
             return plane
         zstandard = self._zstandard
-        try:  # what a frame says of its length is allocated
+        try:  # the decoder allocates the length that a frame states
             if zstandard.frame_content_size(plane) != count:
-                raise BackendError("zstd: a plane of another length")
-            return zstandard.ZstdDecompressor().decompress(plane)
+                raise BackendError("zstd: a plane has the wrong length")
+            decoded: bytes = zstandard.ZstdDecompressor().decompress(plane)
         except zstandard.ZstdError as error:
             raise BackendError(f"zstd: {error}") from error
+        return decoded

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import enum
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,19 @@ import attrs
 from kvtier_core.cli import machine, tiers
 from kvtier_core.cli.host_files import stack_in
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
-from kvtier_core.config.compose import check_quality, open_token_database
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.engine.observers import Observers
-from kvtier_core.engine.startup import open_beside
-from kvtier_core.engine.status.page import socket_path
-from kvtier_core.engine.status.server import Server
-from kvtier_core.engine.worker_reports import runtime_folders
+from kvtier_core.config.open import open_token_database
+from kvtier_core.config.quality import check_quality
+from kvtier_core.config.server_client import server_client
+from kvtier_core.engine.start.startup import open_beside
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
+from kvtier_core.storekit.folder import folders, nearest
+from kvtier_core.storekit.user_folders import runtime_folders
+from kvtier_core.telemetry.observer_feed import Observers
+from kvtier_core.telemetry.status_page import socket_path
+from kvtier_core.telemetry.status_server import Server
 from kvtier_core.types import EnvSecret, Nbytes
 
 
@@ -35,9 +39,11 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--open",
         action="store_true",
-        help="open what an engine opens when it starts, and close it: what became of each setting",
+        help="open and close what an engine opens when it starts, and report each setting",
     )
-    parser.add_argument("--model", type=Path, help="the folder of a model: how much of it fits, and is there room?")
+    parser.add_argument(
+        "--model", type=Path, help="the folder of a model, to report how much fits and whether there is room"
+    )
     parser.set_defaults(run=run)
 
 
@@ -45,6 +51,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """A line for each setting, or every problem of the file."""
     try:
         config = stack_in(options.file)
+        if config.server:
+            server_client()
         rows = [(path, value, config.origin(path)) for path, value in _settings(config)]
         output.value = {"settings": [dict(zip(("path", "value", "origin"), row, strict=True)) for row in rows]}
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
@@ -54,6 +62,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
         if quality:
             output.value["quality"] = quality
             output.say(*quality)
+        for line in programs_not_found(config):
+            output.warn(line)
         lacking = []
         if options.model or options.open:
             token = tiers.kv_of_token(options.model, output)
@@ -71,11 +81,18 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return FINE
 
 
+def programs_not_found(config: StackConfig) -> Iterator[str]:
+    """A line for each program whose executable cannot be found here."""
+    for program in config.programs:
+        if shutil.which(program.command[0]) is None:
+            yield f"program {program.name}: {program.command[0]!r} is not found; its server starts without it"
+
+
 def _open(config: StackConfig, layout: ChunkLayout, output: Output) -> None:
     """Open what an engine opens when it starts, report the result, and leave no trace. Raises ConfigError."""
     ctx = attrs.evolve(tiers.context(layout), checking=True)
     without: list[Problem] = []
-    made = [folder for each in (*config.observers, config.record) for folder in tiers.folders(each)]
+    made = [folder for each in (*config.observers, config.record) for folder in folders(each)]
     with tiers.no_new_folders([*made, *runtime_folders()]), contextlib.ExitStack() as closing:
         open_token_database(config, ctx.namespace)
         opened = closing.enter_context(tiers.opened(config, layout, range(len(config.tiers)), without, checking=True))
@@ -91,25 +108,25 @@ def _open(config: StackConfig, layout: ChunkLayout, output: Output) -> None:
             for problem in without:
                 output.warn(f"{problem}; an engine starts without it")
         for what, why in _goes_without(config):
-            output.warn(f"{what}: {why}; an engine starts all the same")
+            output.warn(f"{what}: {why}; an engine starts anyway")
 
 
 def _goes_without(config: StackConfig) -> Iterator[tuple[str, str]]:
-    """What an engine lacks when it starts, and why."""
+    """Each thing that an engine lacks when it starts, and the reason."""
     if config.server:
         try:
             tiers.ask_server(config)
         except ConfigError as error:
-            yield "server", f"{error.problems[0].why}, so that everything is computed until it is there"
+            yield "server", f"{error.problems[0].why}, so everything is computed until it is there"
     if config.status != "off":
         try:
             Server(socket_path(config.status), lambda asked: None).close()
         except OSError as error:
-            yield "status", f"no socket can be opened: {error}"
+            yield "status", f"cannot open a socket: {error}"
 
 
 def _say_facts(facts: dict[str, dict[str, str]], output: Output) -> None:
-    """The effective settings of each tier, opened."""
+    """Report the effective settings of each opened tier."""
     output.value["opened"] = facts
     for name, of_tier in facts.items():
         output.say(f"{name}: {', '.join(f'{setting}: {fact}' for setting, fact in of_tier.items()) or 'opened'}")
@@ -119,7 +136,7 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
     """Show the room in each tier and on this machine; returns what the machine lacks."""
     held = [(tier.name, str(tier.capacity), f"{tier.capacity // token:,}") for tier in config.tiers if tier.capacity]
     needs = list(_needs(config))
-    lacking = [f"{what} needs {needed}, and {has} are there" for what, needed, has in needs if needed > has]
+    lacking = [f"{what} needs {needed}, but {has} is available" for what, needed, has in needs if needed > has]
     output.value |= {
         "token_nbytes": int(token),
         "chunk_tokens": config.chunk_tokens,
@@ -138,13 +155,13 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
 
 
 def _needs(config: StackConfig) -> Iterator[tuple[str, Nbytes, Nbytes]]:
-    """The tiers' needs of this machine: memory, and each of the folders; and what is there."""
+    """The needs of the tiers on this machine, memory and space in each folder; and the amounts that are available."""
     arenas = Nbytes(sum(tier.capacity for tier in config.arenas))
     yield "memory", arenas, _whole_mib(machine.available_memory())
     for tier in config.tiers:
         if tier.config.medium is Medium.DISK and tier.capacity:
-            for folder in tiers.folders(tier):
-                status = os.statvfs(tiers.nearest(folder))
+            for folder in folders(tier):
+                status = os.statvfs(nearest(folder))
                 yield f"{tier.name} in {folder}", tier.capacity, _whole_mib(status.f_bavail * status.f_frsize)
 
 
@@ -155,17 +172,19 @@ def _whole_mib(nbytes: int) -> Nbytes:
 def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:
     for i, tier in enumerate(config.tiers):
         yield from _of_tier(tier, config.path_of(i))
-    yield from _of_fields(config, "$", but=("tiers", "observers", "_places", "_plugins"))
+    yield from _of_fields(config, "$", but=("tiers", "observers", "programs", "_places", "_plugins"))
     for i, observer in enumerate(config.observers):
         yield f"$.observers[{i}].type", observer.type
         yield from _of_fields(observer, f"$.observers[{i}]")
+    for i, program in enumerate(config.programs):
+        yield from _of_fields(program, f"$.programs[{i}]")
 
 
 def _of_tier(tier: ArenaTierConfig | StoreTierConfig, path: str) -> Iterator[tuple[str, str]]:
     yield f"{path}.type", tier.config.type
     yield from _of_fields(tier.config, path)
     shared = isinstance(tier, StoreTierConfig) and tier.config.shared
-    evicts = ("eviction",) if shared else ()  # what leaves a shared store is not for one engine's policy
+    evicts = ("eviction",) if shared else ()  # one engine's policy does not decide what leaves a shared store
     yield from _of_fields(tier, path, but=("name", "config", "source", *evicts))
 
 

@@ -25,7 +25,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         description="Remove the frames in the store tiers of a file. Other files are left for kvtier fsck.",
     )
     parser.add_argument("file")
-    parser.add_argument("--tier", help="only this tier, disk or disk#2")
+    parser.add_argument("--tier", help="only this tier, such as disk or disk#2")
     parser.add_argument("--namespace", help="only frames of this identity: its first digits, as an engine logs it")
     parser.add_argument("--shared", action="store_true", help="also from stores that other engines may use")
     parser.add_argument("--yes", action="store_true", help="do not ask")
@@ -35,12 +35,14 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace, output: Output) -> int:
     """A line for each tier. Raises ConfigError and BackendError."""
     if options.namespace and not (_DIGEST.fullmatch(options.namespace) and len(options.namespace) % 2 == 0):
-        why = "not the digits of an identity"
-        raise ConfigError([Problem("--namespace", options.namespace, why, "copy an even number of them from the log")])
+        why = "not hexadecimal digits of an identity"
+        raise ConfigError(
+            [Problem("--namespace", options.namespace, why, "copy an even number of digits from the log")]
+        )
     chosen = _chosen(options)
-    what = f"what has the identity {options.namespace}…" if options.namespace else "everything"
+    what = f"all frames of identity {options.namespace}…" if options.namespace else "everything"
     names = ", ".join(tier.name for tier in chosen)
-    if not options.yes and not _agreed(f"Remove {what} from {names}? [y/N] "):
+    if not options.yes and not agreed(f"Remove {what} from {names}? [y/N] "):
         output.warn("nothing was removed")
         return PROBLEMS
     output.value = {}
@@ -54,28 +56,29 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 
 def _chosen(options: argparse.Namespace) -> list[StoreTierConfig]:
-    """The tiers to clear. Raises BackendError if there is none, or if one must not be without a word more."""
+    """The tiers to clear. Raises BackendError if there are none, or if one is shared and ``--shared`` was not given."""
     stores = load_config(options.file, Registry.discover()).stores
     chosen = [tier for tier in stores if options.tier in (None, tier.name)]
     if not chosen:
         have = ", ".join(tier.name for tier in stores) or "none"
-        raise BackendError(f"{options.file}: no tier to clear below its arenas; it has: {have}")
+        raise BackendError(f"{options.file}: no tier below its arenas to clear; it has: {have}")
     shared = [tier.name for tier in chosen if tier.config.shared]
     if shared and not options.shared:
-        why = f"{options.file}: {', '.join(shared)}: other engines may use what is there"
+        why = f"{options.file}: {', '.join(shared)}: other engines may use its frames"
         raise BackendError(f"{why}; pass --shared, or name another tier with --tier")
     return chosen
 
 
-def _agreed(question: str) -> bool:
+def agreed(question: str) -> bool:
+    """Does the user agree? Raises BackendError if there is no terminal to ask at."""
     if not sys.stdin.isatty():
-        raise BackendError("not a terminal: pass --yes to remove it")
+        raise BackendError("not a terminal; pass --yes to confirm")
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _clear(tier: StoreTierConfig, namespace: str | None) -> tuple[Counter[str], list[str]]:
-    """Remove frames; returns how many, and why others could not be."""
+    """Remove frames; returns their number and bytes, and the errors of frames that remain."""
     removed, errors = Counter(frames=0, nbytes=0), []
     with tiers.walk(tier) as found:
         for stored in found:
@@ -94,5 +97,5 @@ def _clear(tier: StoreTierConfig, namespace: str | None) -> tuple[Counter[str], 
 
 
 def _is_of(home: bytes, namespace: str | None) -> bool:
-    """Is this the beginning of the digest that was named? A store may keep less of it than was written."""
+    """Does this digest match the named digits? A store may keep fewer digits than were named."""
     return namespace is None or home.hex().startswith(namespace) or namespace.startswith(home.hex())

@@ -28,7 +28,7 @@ complete -o default -F _kvtier kvtier
 def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "completion",
-        help="print a script that completes this command line in a shell",
+        help="print a shell completion script for this command",
         description='In ~/.bashrc: eval "$(kvtier completion bash)"; in ~/.zshrc the same with zsh.',
     )
     parser.add_argument("shell", choices=("bash", "zsh"))

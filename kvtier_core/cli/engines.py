@@ -9,33 +9,35 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from kvtier_core.engine.status.page import PATTERN
-from kvtier_core.engine.worker_reports import runtime_folder
 from kvtier_core.errors import BackendError
+from kvtier_core.storekit.user_folders import runtime_folder
+from kvtier_core.telemetry.status_page import PATTERN
 
-#: Seconds that an engine may take to say anything. One that computes a long prompt answers what its owner is asked
-#: only after that step; one that is idle, with its next request.
+#: Seconds that an engine may take to answer. An engine that computes a long prompt answers questions to its owner only
+#: after that step; an idle one, with its next request.
 _PATIENCE = 9.0
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the option by which an engine is named."""
-    parser.add_argument("--socket", type=Path, help="the socket of an engine; default: every engine of this user here")
+    parser.add_argument(
+        "--socket", type=Path, help="the socket of an engine; default: every engine of this user on this machine"
+    )
 
 
 def found(named: Path | None) -> list[Path]:
-    """The sockets to ask. Raises BackendError if there is none."""
+    """The sockets to ask. Raises BackendError if there are none."""
     if named:
         return [named]
     try:
         folder = runtime_folder()
     except OSError as error:
-        raise BackendError(f"{error}; name the socket of an engine with --socket") from error
+        raise BackendError(f"{error}; pass the socket of an engine with --socket") from error
     sockets = sorted(path for path in folder.glob(PATTERN) if path.is_socket())
     if not sockets:
         raise BackendError(
-            f"no engine has a socket in {folder}: is one running with kvtier, as this user, with the same "
-            "XDG_RUNTIME_DIR? Its log says 'kvtier: status at …'; name that with --socket"
+            f"no engine socket in {folder}: is an engine running with kvtier, as this user, with the same "
+            "XDG_RUNTIME_DIR? Its log says 'kvtier: status at …'; pass that path with --socket"
         )
     return sockets
 
@@ -45,7 +47,7 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
     received = bytearray()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            # Where others wait for the engine, too: with a timeout of Python's own this would fail at once.
+            # If other clients also wait for the engine, connecting with a Python timeout would fail immediately.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_PATIENCE), 0))
             connection.connect(str(path))
             connection.settimeout(_PATIENCE)
@@ -54,12 +56,12 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
                 received += piece
         answer = json.loads(received) if received else None
     except TimeoutError as error:
-        why = "the engine is idle or busy, and looks at such a question in a step; ask again while it serves"
+        why = "the engine is idle or busy, and answers only during a step; retry while it serves requests"
         raise BackendError(f"{path}: no answer within {_PATIENCE:g} s: {why}") from error
     except (OSError, ValueError) as error:
-        raise BackendError(f"{path}: no engine answers: {error}; it may have ended, its log says") from error
+        raise BackendError(f"{path}: no engine answers: {error}; it may have exited, see its log") from error
     if not isinstance(answer, dict):
-        raise BackendError(f"{path}: the engine ended the connection without an answer; ask again")
+        raise BackendError(f"{path}: the engine closed the connection without an answer; retry")
     if "error" in answer:
         raise BackendError(f"{path}: {answer['error']}")
     return answer

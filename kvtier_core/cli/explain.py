@@ -14,7 +14,7 @@ from kvtier_core.cli import engines
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.errors import BackendError
 
-#: Hit lines that are shown if no request is named.
+#: Number of hit lines shown if no request is named.
 _LAST = 10
 
 
@@ -22,8 +22,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "explain",
         help="say why requests of a running engine hit or missed",
-        description="Say why a request hit or missed, or each of the last ten, or where the chunks of a prompt are. "
-        "A prompt is named as one without cache_salt, adapter and images.",
+        description="Say why one request, or each of the last ten, hit or missed, or where the chunks of a prompt are. "
+        "A prompt is treated as one without cache_salt, adapter and images.",
     )
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
@@ -38,12 +38,12 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """The reason, or a line for each run of chunks. Raises BackendError if no engine answers."""
     question: dict[str, Any] = {"request": options.request} if options.request else {"requests": _LAST}
     if options.prompt:
-        question = {"prompt": _tokens(options.prompt)}
+        question = {"prompt": tokens_of(options.prompt)}
     answers = {str(path): engines.ask(path, question) for path in engines.found(options.socket)}
     output.value = answers
     if not options.request:
         for path, answer in answers.items():
-            lines = _of_prompt(answer) if options.prompt else _of_requests(answer["found"])
+            lines = of_prompt(answer) if options.prompt else _of_requests(answer["found"])
             output.say(*([path] if len(answers) > 1 else []), *lines)
         return FINE
     told = [line for answer in answers.values() for line in _of_requests(answer["found"])]
@@ -51,17 +51,18 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if not told:
         remembered = max(answer["remembered"] for answer in answers.values())
         output.warn(
-            f"{options.request}: no engine knows this request: it is bypassed from the start, or not one of the last "
-            f"{remembered}; the log has the line of every request"
+            f"{options.request}: no engine knows this request: it was bypassed at the start, or is not among the last "
+            f"{remembered}; the log has a line for every request"
         )
     return FINE if told else PROBLEMS
 
 
-def _tokens(file: Path) -> list[int]:
+def tokens_of(file: Path) -> list[int]:
+    """The prompt in a file. Raises BackendError."""
     try:
         tokens = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise BackendError(f"{file}: cannot be read: {error}; write the token ids as a list in JSON") from error
+        raise BackendError(f"cannot read {file}: {error}; write the token ids as a JSON list") from error
     if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
         raise BackendError(f"{file}: not a list of token ids; write [1, 2, 3]")
     return tokens
@@ -74,7 +75,8 @@ def _of_requests(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{told['request']}: hit {told['loaded']} of {told['tokens']} tokens{had}, {ago}: {told['why']}"
 
 
-def _of_prompt(answer: Mapping[str, Any]) -> Iterator[str]:
+def of_prompt(answer: Mapping[str, Any]) -> Iterator[str]:
+    """The places of a prompt's chunks, for people."""
     chunks, size = answer["chunks"], answer["chunk_tokens"]
     held = len(list(itertools.takewhile(lambda chunk: chunk["tiers"], chunks)))
     yield f"{answer['tokens']} tokens are {len(chunks)} chunks of {size}; the first {held} of them can be loaded"

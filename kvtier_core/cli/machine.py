@@ -1,4 +1,4 @@
-"""The limits of this machine's processes, as far as Linux shows them: memory, limits, huge pages, io_uring."""
+"""The properties of this machine that Linux reports: memory, limits, huge pages, io_uring."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvtier_core import native
 from kvtier_core.storekit.files import ring_works
 from kvtier_core.types import Nbytes
 
-#: Descriptors below which a server with many connections and a disk tier may run out.
+#: A server with many connections and a disk tier may run out of descriptors if it has fewer.
 _FEW_FILES = 4096
 
 
 @attrs.frozen
 class Fact:
-    """One thing that is known of the machine; ``advice`` is empty if it is as it should be."""
+    """A property of the machine; ``advice`` is empty if it is as it should be."""
 
     name: str
     value: str
@@ -32,7 +32,7 @@ def facts() -> Iterator[Fact]:
     """The properties of a machine that a stack of tiers depends on."""
     yield Fact("kernel", platform.release())
     yield Fact("page size", str(Nbytes(os.sysconf("SC_PAGE_SIZE"))))
-    yield Fact("native code", native.describe(), "" if native.extension else "build it: pip install . with a compiler")
+    yield Fact("native code", native.describe(), "" if native.extension else "run pip install . with a compiler")
     yield Fact("memory available", in_mib(available_memory()))
     limit = container_limit()
     yield Fact("container memory limit", "none" if limit is None else in_mib(limit))
@@ -44,12 +44,12 @@ def facts() -> Iterator[Fact]:
     )
     yield Fact("huge pages", _huge_pages())
     yield Fact("transparent huge pages for shared memory", _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
-    why = "plain calls are used: a kernel from 5.6 on and a container that allows it have io_uring"
+    why = "plain calls are used; io_uring needs kernel 5.6 or later and a container that allows it"
     yield Fact("io_uring", "works" if ring_works() else "does not work", "" if ring_works() else why)
 
 
 def available_memory() -> int:
-    """Bytes that can still be allocated here: of the node, or of the container if that is less."""
+    """Bytes that can still be allocated here: in the node, or in the container if that is less."""
     lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
     of_node = int(lines.get("MemAvailable", "0 kB").split()[0]) << 10
     left = [_number(group / "memory.max") - _number(group / "memory.current") for group in _limited_groups()]
@@ -57,7 +57,7 @@ def available_memory() -> int:
 
 
 def container_limit() -> int | None:
-    """The memory that the control groups of this process may have, in bytes; None if they are not bounded."""
+    """The memory limit of this process's control groups, in bytes; None if they have no limit."""
     return min((_number(group / "memory.max") for group in _limited_groups()), default=None)
 
 
@@ -67,7 +67,7 @@ def in_mib(nbytes: int) -> str:
 
 
 def _limited_groups() -> Iterator[Path]:
-    """The control groups (version 2) of this process that bound its memory; a container shows its own as the root."""
+    """The control groups (version 2) of this process that limit its memory; a container shows its own as the root."""
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         own = PurePosixPath(path)

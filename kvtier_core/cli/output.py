@@ -12,7 +12,7 @@ import attrs
 
 from kvtier_core.errors import ConfigError, KvtierError
 
-#: Exit codes of a command: all is well; it found something wrong; it cannot be done as asked.
+#: Exit codes of a command: success; problems found; it cannot run.
 FINE, PROBLEMS, USAGE = 0, 1, 2
 
 #: The terminal's code for each meaning.
@@ -38,11 +38,13 @@ class Output:
         print(line, file=sys.stderr)
 
     def fail(self, error: KvtierError) -> None:
-        """Print everything that is wrong."""
-        if self.as_json:
-            self.value = {"problems": problems_of(error)}
-        else:
+        """Print all problems."""
+        if not self.as_json:
             self.warn(str(error))
+        elif isinstance(error, ConfigError):
+            self.value = {"problems": [attrs.asdict(problem) for problem in error.problems]}
+        else:
+            self.value = {"problems": [{"why": str(error)}]}
 
     def paint(self, text: str, meaning: str) -> str:
         """The text in the colour of its meaning: ``good``, ``bad``, ``warning`` or ``dim``."""
@@ -54,13 +56,6 @@ class Output:
             print(json.dumps(self.value, indent=1), file=self.stream)
 
 
-def problems_of(error: KvtierError) -> list[dict[str, str]]:
-    """The problems of an error, in JSON's types."""
-    if isinstance(error, ConfigError):
-        return [attrs.asdict(problem) for problem in error.problems]
-    return [{"why": str(error)}]
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
     """The lines of a table whose first ``left`` columns are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
@@ -70,6 +65,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> It
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
+
+
+def size(nbytes: float) -> str:
+    """A readable size: three digits and a unit, without an exponent."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if nbytes < 1000 or unit == "PiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.3g}{unit}" if nbytes < 1000 else f"{nbytes:.0f}{unit}"
 
 
 def _has_colours() -> bool:

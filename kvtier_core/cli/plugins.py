@@ -11,7 +11,7 @@ from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.registry import Broken, Registry
 from kvtier_core.hookspecs import GROUP
 
-#: Entry points of another major version are in another group, and are not looked for.
+#: Entry points of another major version are in another group, which is not searched.
 _API = GROUP.rpartition(".")[2]
 _COLUMNS = ("kind", "name", "plugin", "version", "api", "state")
 _USABLE, _SHADOWED, _BROKEN = "usable", "shadowed", "broken"
@@ -21,7 +21,7 @@ _MEANINGS = {_USABLE: "good", _SHADOWED: "warning", _BROKEN: "bad"}
 def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "plugins",
-        help="list the installed plugins, and which are broken and why",
+        help="list the installed plugins, and say which are broken and why",
         description="List the installed plugins. A name that is shadowed is offered by several plugins, and must be "
         "written in full.",
     )
@@ -31,7 +31,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """A line for each offer, then what is wrong."""
+    """A line for each offer, then the problems."""
     registry = Registry.discover()
     rows = [*_offers(registry), *map(_of_broken, registry.broken)]
     complaints = [f"broken: {broken}" for broken in registry.broken]
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    """The row for people, with the aliases behind the name."""
+    """The row for people, with the aliases after the name."""
     aliases = f" ({', '.join(row['aliases'])})" if row.get("aliases") else ""
     return [row[column] + (aliases if column == "name" else "") for column in _COLUMNS]
 

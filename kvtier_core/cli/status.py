@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvtier_core.cli import engines, studies
-from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
+from kvtier_core.cli import engines
+from kvtier_core.cli.output import FINE, PROBLEMS, Output, size, table
 
 _COLUMNS = ("tier", "holds", "of", "full", "chunks", "hit rate", "in flight", "pins", "saved", "state")
-#: Of a terminal that is too narrow for all.
+#: The columns to omit first if the terminal is too narrow for all.
 _FIRST_TO_GO = ("pins", "chunks", "of", "in flight")
 _OF_TENANTS = ("tenant", "requests", "tokens", "hit rate", "share")
-#: Tenants that are shown, those with the most tokens.
+#: Number of tenants shown: those with the most tokens.
 _TENANTS = 8
 
 
@@ -31,7 +31,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """A table for each engine. Raises BackendError if there is none that answers."""
+    """A table for each engine. Raises BackendError if none answers."""
     output.value = [engines.ask(path, {"status": True}) for path in engines.found(options.socket)]
     for number, snapshot in enumerate(output.value):
         output.say(*([""] if number else []), *lines(snapshot, output))
@@ -48,11 +48,7 @@ def lines(
     yield fitting(f"pid {snapshot['pid']}: {about}, identity {snapshot['identity'][:16]}…")
     if snapshot["cold"]:
         yield output.paint(f"it started cold because {snapshot['cold']}", "warning")
-    columns = dict(zip(_COLUMNS, zip(*map(_cells, snapshot["tiers"]), strict=True), strict=True))
-    columns |= {**(more or {}), "state": columns.pop("state")}
-    for number, line in enumerate(_narrowed(columns)):
-        rests = number and state(snapshot["tiers"][number - 1]) != "works"
-        yield output.paint(line, "bad") if rests else line
+    yield from of_tiers(snapshot["tiers"], output, more)
     tenants = snapshot["tenants"]
     if [each["tenant"] for each in tenants] not in ([], ["-"]):
         yield ""
@@ -61,14 +57,29 @@ def lines(
             yield f"and {len(tenants) - _TENANTS} more; --json has them"
 
 
+def of_tiers(
+    tiers: Sequence[Mapping[str, Any]],
+    output: Output,
+    more: Mapping[str, Sequence[str]] | None = None,
+    but: Sequence[str] = (),
+) -> Iterator[str]:
+    """A table of tiers, without the columns in ``but``; ``more`` as in `lines`."""
+    columns: dict[str, Sequence[str]] = dict(zip(_COLUMNS, zip(*map(_cells, tiers), strict=True), strict=True))
+    columns = {head: cells for head, cells in columns.items() if head not in but}
+    columns |= {**(more or {}), "state": columns.pop("state")}
+    for number, line in enumerate(_narrowed(columns)):
+        rests = number and state(tiers[number - 1]) != "works"
+        yield output.paint(line, "bad") if rests else line
+
+
 def fitting(line: str) -> str:
-    """The characters that fit into a line of the terminal."""
+    """The line, cut to the width of the terminal."""
     width = _width()
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def _narrowed(columns: dict[str, Sequence[str]]) -> list[str]:
-    """A table of these columns, without those that matter least as far as a terminal is too narrow."""
+    """A table of these columns, without the least important ones if the terminal is too narrow."""
     for dropped in ("", *_FIRST_TO_GO):
         columns = {head: cells for head, cells in columns.items() if head != dropped}
         lines = list(table(tuple(columns), list(zip(*columns.values(), strict=True)), left=1))
@@ -93,12 +104,12 @@ def _cells(tier: Mapping[str, Any]) -> list[str]:
     net = f"{round(savings['avoided'] - savings['waited'], 1) + 0.0:.1f} s"  # no -0.0
     return [
         tier["tier"],
-        studies.size(tier["nbytes"]),
-        studies.size(tier["capacity"]),
+        size(tier["nbytes"]),
+        size(tier["capacity"]),
         f"{tier['nbytes'] / (tier['capacity'] or 1):.0%}",
         str(tier["chunks"]),
         f"{tier['tokens'].get('hit', 0) / tier['tokens'].get('queried', 1):.1%}",
-        studies.size(tier["inflight"]),
+        size(tier["inflight"]),
         str(tier["pins"]),
         "not known yet" if savings["unpriced"] else net,
         state(tier),
@@ -106,7 +117,7 @@ def _cells(tier: Mapping[str, Any]) -> list[str]:
 
 
 def _of_tenant(each: Mapping[str, Any], tenants: Sequence[Mapping[str, Any]]) -> list[str]:
-    """``share`` is that of all tokens that were loaded."""
+    """``share`` is the tenant's share of all loaded tokens."""
     loaded = sum(tenant["loaded"] for tenant in tenants)
     return [
         each["tenant"],

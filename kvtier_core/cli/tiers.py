@@ -12,24 +12,31 @@ from typing import Any
 import attrs
 
 from kvtier_core.cli.output import Output
-from kvtier_core.config.compose import OpenedTier, open_tiers
 from kvtier_core.config.load import load_config
-from kvtier_core.config.model import UNIX, StackConfig, StoreTierConfig
+from kvtier_core.config.model import StackConfig, StoreTierConfig
+from kvtier_core.config.open import OpenedTier, open_tier
 from kvtier_core.config.registry import Registry
+from kvtier_core.config.server_client import server_client, server_path
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.interfaces import OpenContext, Stored, SupportsNamespaces, SupportsWalk
-from kvtier_core.layouts import ChunkLayout
-from kvtier_core.simulate.stacks import layout_of
-from kvtier_core.storekit.folder import place_in
+from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
+from kvtier_core.storekit.folder import folders
 from kvtier_core.types import Namespace, Nbytes
 
-#: KV of a token where no model is named: that of Llama 3.1 8B in 16 bits.
+#: KV of a token if no model is named: that of Llama 3.1 8B in 16 bits.
 _TOKEN = Nbytes(128 << 10)
-#: Tokens of a block where no engine says it.
+#: Tokens of a block if no engine states it.
 _BLOCK_TOKENS = 16
 #: Bytes of a number, by its type in a model's config.json.
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def layout_of(chunk_tokens: int, bytes_per_token: int) -> ChunkLayout:
+    """The layout of chunks of one page, for a model of which only the bytes per token are known."""
+    page_nbytes = (chunk_tokens * bytes_per_token,)
+    group = KVGroup("group 0", KVKind.FULL_ATTENTION, page_nbytes, chunk_tokens, "unknown", KVStructure.OPAQUE)
+    return ChunkLayout((group,), chunk_tokens)
 
 
 def store_tier(file: str, name: str) -> StoreTierConfig:
@@ -43,44 +50,44 @@ def store_tier(file: str, name: str) -> StoreTierConfig:
 def walk(tier: StoreTierConfig) -> contextlib.AbstractContextManager[Iterator[Stored]]:
     """Everything in the store of a tier; see `SupportsWalk`. Raises BackendError."""
     if not isinstance(tier.config, SupportsWalk):
-        raise BackendError(f"a tier of type {tier.config.type} cannot be walked")
+        raise BackendError(f"a tier of type {tier.config.type} cannot list its frames")
     return tier.config.walk()
 
 
 def kv_of_token(model: Path | None, output: Output) -> Nbytes:
-    """KV of a token of the model in this folder; without one it is assumed, which is said. Raises BackendError."""
+    """KV of a token of the model in this folder; a default without one, with a warning. Raises BackendError."""
     if model is not None:
         return _token_nbytes(model)
-    output.warn(f"assumed: a token has {_TOKEN} of KV, as in Llama 3.1 8B; --model FOLDER names another model")
+    output.warn(f"assuming {_TOKEN} of KV per token, as in Llama 3.1 8B; pass --model FOLDER for another model")
     return _TOKEN
 
 
 def _token_nbytes(folder: Path) -> Nbytes:
-    """Bytes of a token's KV in all layers, on all ranks, by the model's ``config.json``. Raises BackendError.
+    """Bytes of a token's KV in all layers, on all ranks, according to the model's ``config.json``. Raises BackendError.
 
-    Layers that keep a window or a state alone count as if they kept everything, so it is the most it can be.
+    Layers that keep only a window or a state count as if they kept everything, so this is an upper bound.
     """
     file = folder / "config.json"
     try:
         whole = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise BackendError(f"{file}: cannot be read: {error}; name the folder of a model") from error
-    of_text = whole.get("text_config") or whole  # a model that sees has another part
+        raise BackendError(f"cannot read {file}: {error}; pass the folder of a model") from error
+    of_text = whole.get("text_config") or whole  # a vision model has other parts, too
     try:
         return Nbytes(of_text["num_hidden_layers"] * _of_layer(of_text) * _dtype_nbytes(of_text, whole))
     except (KeyError, TypeError) as error:
-        raise BackendError(
-            f"{file}: does not say {error}, by which the KV of a token is known; leave --model out"
-        ) from error
+        raise BackendError(f"{file}: does not set {error}, which determines the KV of a token; omit --model") from error
 
 
 def _of_layer(config: Mapping[str, Any]) -> int:
-    """Numbers that a layer keeps for a token."""
+    """The number of values that a layer keeps for a token."""
     if config.get("kv_lora_rank"):  # latent attention: one vector for all heads, and one of positions
-        return config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    heads = config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
-    return 2 * (config.get("num_key_value_heads") or heads) * head_size
+        latent: int = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        return latent
+    heads: int = config["num_attention_heads"]
+    head_size: int = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads: int = config.get("num_key_value_heads") or heads
+    return 2 * kv_heads * head_size
 
 
 def _dtype_nbytes(*configs: Mapping[str, Any]) -> int:
@@ -89,17 +96,17 @@ def _dtype_nbytes(*configs: Mapping[str, Any]) -> int:
 
 
 def sized(config: StackConfig, token: Nbytes) -> tuple[StackConfig, ChunkLayout]:
-    """The stack as an engine has it whose tokens have so many bytes of KV, and the layout of its chunks."""
+    """The stack of an engine whose tokens have ``token`` bytes of KV, and the layout of its chunks."""
     config = config.sized(_BLOCK_TOKENS, _BLOCK_TOKENS * token)
+    assert config.chunk_tokens != "auto", "not sized"
     return config, layout_of(config.chunk_tokens, token)
 
 
 def ask_server(config: StackConfig) -> None:
-    """Return when the server that an engine's file names has answered. Raises ConfigError if it does not."""
-    from kvtier_core.server.memory import probe
-
+    """Return when the server that an engine's file names has answered. Raises ConfigError if there is no answer."""
+    client = server_client()
     try:
-        probe(Path((config.server or "").removeprefix(UNIX)))
+        client.probe(server_path(config))
     except BackendError as error:
         raise ConfigError([config.problem("$.server", str(error), "start it with kvtier serve")]) from error
 
@@ -113,10 +120,10 @@ def opened(
     *,
     checking: bool = False,
 ) -> Iterator[list[OpenedTier]]:
-    """Tiers by their numbers, opened as an engine would, in a namespace that nobody else has; nothing of it is left.
+    """Tiers by their numbers, opened as an engine would, in a unique namespace, of which nothing remains.
 
     The caller deletes the frames that it writes; with ``checking`` no file changes. Raises ConfigError if a tier cannot
-    be opened; but if ``without`` is a list, it gets the problems of those that are not required.
+    be opened; but if ``without`` is a list, the problems of tiers that are not required are added to it.
     """
     numbers = list(numbers)
     ctx = attrs.evolve(context(layout), checking=checking)
@@ -127,7 +134,7 @@ def opened(
         for number in numbers:
             optional = without is not None and not getattr(config.tiers[number], "required", True)
             with of_optional if optional else collector:
-                tiers += closing.enter_context(open_tiers(config, [number], ctx))
+                tiers.append(closing.enter_context(open_tier(config, number, ctx)))
                 closing.callback(_drop, tiers[-1])
         collector.raise_if_any()
         if without is not None:
@@ -136,7 +143,7 @@ def opened(
 
 
 def context(layout: ChunkLayout) -> OpenContext:
-    """That of a namespace which nobody else has."""
+    """The context of a unique namespace."""
     return OpenContext(Namespace.of({"check": secrets.token_hex(16)}), layout)
 
 
@@ -148,24 +155,11 @@ def no_new_folders(paths: Iterable[Path]) -> Iterator[None]:
         yield
     finally:
         for folder in missing:
-            with contextlib.suppress(OSError):  # somebody uses it now
+            with contextlib.suppress(OSError):  # in use now
                 folder.rmdir()
 
 
 def _drop(tier: OpenedTier) -> None:
     if isinstance(tier.store, SupportsNamespaces):
-        with contextlib.suppress(BackendError):  # a store that cannot be reached was told nothing
+        with contextlib.suppress(BackendError):  # a store that cannot be reached does not know the namespace
             tier.store.drop_namespace()
-
-
-def folders(settings: Any) -> list[Path]:
-    """The paths among the settings of a tier, an observer or a recorder."""
-    settings = getattr(settings, "config", settings)
-    values = [getattr(settings, field.name) for field in attrs.fields(type(settings))] if settings else []
-    several = [value if isinstance(value, tuple) else (value,) for value in values]
-    return [place_in(each) for value in several for each in value if isinstance(each, Path)]
-
-
-def nearest(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.exists())

@@ -1,4 +1,4 @@
-"""Reads nodes into attrs classes. Annotations say how fields are read; each problem is reported at its own line."""
+"""Reads nodes into attrs classes. Annotations decide how fields are read; each problem is reported at its own line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union
 
 import attrs
 
+from kvtier_core.config.model import ArenaTierConfig, Config, StoreTierConfig
 from kvtier_core.config.scalars import NUMBERS, SCALARS, Choose, Read, Unavailable, guess, number, one_of, read_text
 from kvtier_core.config.yaml_nodes import Node, ProblemCollector
 from kvtier_core.errors import ConfigError, ContractError
@@ -31,14 +32,15 @@ class Kind:
     """A kind of Config classes that plugins offer."""
 
     hook: str
-    families: tuple[type, ...]
-    core_keys: frozenset[str] = frozenset({"type"})  #: keys in the same mapping, so no Config may have such a field
+    families: tuple[type[Config], ...]
+    core_keys: frozenset[str] = frozenset({"type"})  #: keys in the same mapping, which no Config may have as fields
 
 
-_TIER_KEYS = frozenset({"type", "capacity", "eviction", "serializer", "threads", "inflight", "timeout", "store_after"})
-_TIER_KEYS |= {"seal_key", "encrypt", "packing", "keep", "quality", "accept_quality", "required"}
+#: The keys of arenas and store tiers that belong to the core.
+TIER_KEYS = frozenset({"type", *(attrs.fields_dict(ArenaTierConfig) | attrs.fields_dict(StoreTierConfig))})
+TIER_KEYS -= {"name", "config", "source"}
 KINDS = {
-    "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), _TIER_KEYS),
+    "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), TIER_KEYS),
     "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),
     "token database": Kind("kvtier_token_databases", (TokenDatabaseConfig,)),
     "serializer": Kind("kvtier_serializers", (SerializerConfig,)),
@@ -65,7 +67,7 @@ def reader(annotation: Any) -> Read:
         return _several(reader(arguments[0]))
     if origin is Literal:
         return one_of({str(choice): choice for choice in arguments})
-    if isinstance(annotation, enum.EnumMeta):
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return one_of({str(choice.value): choice for choice in annotation})
     raise _impossible(annotation)
 
@@ -84,7 +86,7 @@ def _either(alternatives: tuple[Any, ...], annotation: Any) -> Read:
 
 
 def _impossible(annotation: Any) -> ContractError:
-    return ContractError(f"no setting can have the type {annotation}")
+    return ContractError(f"a setting cannot have type {annotation}")
 
 
 def _optional(read: Read) -> Read:
@@ -104,14 +106,14 @@ def _several(read: Read) -> Read:
     return read_all
 
 
-def _choice(family: type) -> Read:
+def _choice(family: type[Config]) -> Read:
     """Read `lru`, or `{type: lru, …}` with the settings of the chosen class."""
 
     def read(node: Node, choose: Choose) -> Any:
         written = node if isinstance(node.value, dict) else attrs.evolve(node, value={"type": node})
         config = chosen(written, family, choose)
         if not issubclass(config, family):
-            raise node.wrong(f"'{config.type}' is no {family.__name__}")
+            raise node.wrong(f"expected {family.__name__}, found '{config.type}'")
         return _read_group(config, written, choose, type=Setting(read_text, required=True))
 
     return read
@@ -126,7 +128,7 @@ def _read_group(cls: type[T], node: Node, choose: Choose, **beside: Setting) -> 
     return construct(cls, node, {key: value for key, value in values.items() if key not in beside})
 
 
-def chosen(node: Node, family: type, choose: Choose) -> type:
+def chosen(node: Node, family: type[Config], choose: Choose) -> type[Config]:
     """The class that `type` names in this mapping. Raises ConfigError."""
     if "type" not in node.entries():
         raise node.wrong("'type' is missing")
@@ -138,13 +140,13 @@ def chosen(node: Node, family: type, choose: Choose) -> type:
 
 
 def written(value: Any) -> Any:
-    """What was read, in plain values from which it is read again; of a chosen class its type and all its settings."""
+    """A setting in plain values from which it can be read again; for a plugin's Config, its type and all settings."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, tuple):
         return [written(each) for each in value]
     if attrs.has(type(value)) and type(value) not in SCALARS:
-        chosen = {"type": value.type} if isinstance(value, tuple(KIND_OF)) else {}
+        chosen = {"type": value.type} if isinstance(value, Config) else {}
         fields = [field for field in attrs.fields(type(value)) if field.init]
         return chosen | {field.alias: written(getattr(value, field.name)) for field in fields}
     return value if type(value) in (bool, int, float, str, types.NoneType) else str(value)
@@ -194,11 +196,11 @@ def _hidden(field: attrs.Attribute, read: Read) -> Read:
 
 
 def read_keys(node: Node, known: Mapping[str, Setting], choose: Choose, collector: ProblemCollector) -> dict[str, Any]:
-    """The values of the keys that are written. Problems go to ``collector``; a key that is not known is one."""
+    """The values of the keys that are written. Problems, such as unknown keys, go to ``collector``."""
     values = read_known(node, known, choose, collector)
     for key, below in node.entries().items():
         if key not in known:
-            hint = guess(key, known) or f"known here: {', '.join(known)}"
+            hint = guess(key, known) or f"known keys: {', '.join(known)}"
             collector.problems.append(below.problem(f"unknown key {key!r}", hint))
     return values
 
@@ -216,14 +218,14 @@ def read_known(node: Node, known: Mapping[str, Setting], choose: Choose, collect
 
 
 def validate(cls: type, node: Node, values: Mapping[str, Any], collector: ProblemCollector) -> None:
-    """Call each validator of the class by itself: attrs would stop at the first problem and not name the field."""
+    """Call each validator of the class separately: attrs would stop at the first problem and not name the field."""
     fields = [field for field in attrs.fields(cls) if field.init]
-    constant = [f for f in fields if f.default is not attrs.NOTHING and not isinstance(f.default, attrs.Factory)]
+    constant = [f for f in fields if f.default is not attrs.NOTHING and not isinstance(f.default, attrs.Factory)]  # type: ignore[arg-type]  # typed as a function
     defaults = {field.name: field.default for field in constant}
     given = {field.name: values[field.alias] for field in fields if field.alias in values}
     instance = types.SimpleNamespace(**{**defaults, **given})
     for field in fields:
-        if field.validator is not None and field.name in given:
+        if field.name in given:
             with collector:
                 _validate(field, instance, node.entries()[field.alias])
 
@@ -238,7 +240,8 @@ def construct(cls: type[T], node: Node, values: Mapping[str, Any]) -> T:
 
 def _validate(field: attrs.Attribute, instance: types.SimpleNamespace, node: Node) -> None:
     try:
-        field.validator(instance, field, getattr(instance, field.name))
+        if field.validator is not None:
+            field.validator(instance, field, getattr(instance, field.name))
     except (ValueError, TypeError) as error:
         if not field.repr:
             raise node.wrong("is not allowed; the value is not shown") from None
@@ -248,5 +251,5 @@ def _validate(field: attrs.Attribute, instance: types.SimpleNamespace, node: Nod
 
 
 def _words(error: Exception) -> str:
-    """The message alone: attrs appends the field and its options."""
+    """Only the message: attrs appends the field and its options."""
     return str(error.args[0]) if error.args else type(error).__name__

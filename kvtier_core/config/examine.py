@@ -11,9 +11,10 @@ import pluggy
 
 from kvtier_core import hookspecs
 from kvtier_core.config.decode import KINDS, Kind, settings
+from kvtier_core.config.model import Config
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import ArenaConfig, EvictionConfig
-from kvtier_core.transfer.io_pool import run
+from kvtier_core.work.io_pool import run
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _HOOKS = [name for name in vars(hookspecs) if name.startswith("kvtier_")]
@@ -27,7 +28,7 @@ class Offer:
     name: str  #: its ``type``
     plugin: str  #: ``distribution:entry point``
     version: str
-    config: type
+    config: type[Config]
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -79,9 +80,7 @@ def _must_be_marked(manager: pluggy.PluginManager, implementation: Any) -> None:
     called = getattr(implementation, "__name__", type(implementation).__name__)
     for caller in manager.get_hookcallers(implementation) or ():
         if not caller.has_spec():
-            raise ContractError(
-                f"{called} implements {caller.name}, which is not a hook; there are {', '.join(_HOOKS)}"
-            )
+            raise ContractError(f"{called} implements {caller.name}, which is not a hook; hooks: {', '.join(_HOOKS)}")
     for hook in _HOOKS:
         if callable(getattr(implementation, hook, None)) and not manager.parse_hookimpl_opts(implementation, hook):
             raise ContractError(f"{called} defines {hook} without @hookimpl: it is never called")
@@ -97,16 +96,17 @@ def _answer(hook: pluggy.HookCaller) -> list[Any]:
     if called.error is not None:
         raise ContractError(f"{hook.name} raised {_described(called.error)}")
     if not called.value:  # pluggy leaves None out
-        raise ContractError(f"{hook.name} returned None, and not a list of Config classes")
+        raise ContractError(f"{hook.name} returned None, expected a list of Config classes")
     (result,) = called.value
     if inspect.isclass(result):
-        raise ContractError(f"{hook.name} returned a class, and not a list: write `return [{result.__name__}]`")
+        raise ContractError(f"{hook.name} returned a class, expected a list; write `return [{result.__name__}]`")
     listed = run(lambda: list(result))
     if isinstance(listed.error, TypeError) and not hasattr(result, "__iter__"):
-        raise ContractError(f"{hook.name} returned {result!r}, and not a list of Config classes")
+        raise ContractError(f"{hook.name} returned {result!r}, expected a list of Config classes")
     if listed.error is not None:
         raise ContractError(f"{hook.name} raised {_described(listed.error)}")
-    return listed.value
+    offered: list[Any] = listed.value
+    return offered
 
 
 def _described(error: BaseException) -> str:
@@ -119,18 +119,20 @@ def _name_of(config: Any, kind: Kind) -> str:
     if not (inspect.isclass(config) and issubclass(config, kind.families)):
         raise ContractError(f"{kind.hook} offers {config!r}, not a subclass of {families}")
     if "__attrs_attrs__" not in vars(config):
-        raise ContractError(f"{config.__name__} is not an attrs class of its own: decorate it with @attrs.frozen")
+        raise ContractError(f"{config.__name__} is not itself an attrs class; decorate it with @attrs.frozen")
     if inspect.isabstract(config):
-        raise ContractError(f"{config.__name__} is abstract: it lacks {', '.join(sorted(config.__abstractmethods__))}")
+        raise ContractError(f"{config.__name__} is abstract; missing: {', '.join(sorted(config.__abstractmethods__))}")
     name = getattr(config, "type", None)
     if not (isinstance(name, str) and name):
-        raise ContractError(f"{config.__name__} does not name itself in 'type'")
+        raise ContractError(f"{config.__name__} does not set 'type'")
     if not _NAME.fullmatch(name):
-        raise ContractError(f"{config.__name__} names itself {name!r}: a name has letters, digits, '-', '_' and '.'")
+        raise ContractError(
+            f"{config.__name__} has type {name!r}; a name may contain letters, digits, '-', '_' and '.'"
+        )
     if issubclass(config, EvictionConfig):
         aliases = config.aliases
         if not isinstance(aliases, tuple) or not all(isinstance(alias, str) and alias for alias in aliases):
-            raise ContractError(f"{config.__name__} has aliases {aliases!r}, which is not a tuple of names")
+            raise ContractError(f"{config.__name__} has aliases {aliases!r}, expected a tuple of names")
     if taken := kind.core_keys & settings(config).keys():
-        raise ContractError(f"{config.__name__} has a field '{min(taken)}', a key of the core's own")
+        raise ContractError(f"{config.__name__} has a field '{min(taken)}', which is reserved for the core")
     return name

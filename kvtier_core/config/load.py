@@ -5,18 +5,22 @@ from __future__ import annotations
 import pathlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import attrs
 
 from kvtier_core.config import decode, yaml_nodes
-from kvtier_core.config.decode import Choose, Setting, Unavailable
-from kvtier_core.config.model import ArenaTierConfig, Source, StackConfig, StoreTierConfig
+from kvtier_core.config.decode import Setting
+from kvtier_core.config.model import ArenaTierConfig, Config, Source, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import KIND_OF, Registry
+from kvtier_core.config.scalars import Choose, Unavailable
 from kvtier_core.config.yaml_nodes import Node, ProblemCollector
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import ArenaConfig, BackendConfig
-from kvtier_core.transfer.io_pool import run
+from kvtier_core.work.io_pool import run
+
+_TierPlugin = ArenaConfig | BackendConfig
+_Tier = ArenaTierConfig | StoreTierConfig
 
 #: Fields of a tier that are not keys in YAML.
 _NOT_WRITTEN = ("name", "config", "source")
@@ -51,7 +55,7 @@ def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label:
 def read_stack(root: Node, registry: Registry) -> StackConfig:
     """Read a configuration that may be a part of a document. Raises ConfigError with every problem found."""
 
-    def choose(family: type, name: str) -> type | Unavailable:
+    def choose(family: type[Config], name: str) -> type[Config] | Unavailable:
         return registry.choose(KIND_OF[family], name)
 
     plugins = registry.plugins()
@@ -64,7 +68,9 @@ def read_stack(root: Node, registry: Registry) -> StackConfig:
     collector = ProblemCollector()
     values = decode.read_keys(root, known, choose, collector)
     if served and "tiers" in root.entries():
-        collector.problems.append(root.entries()["tiers"].problem("the server has the tiers", "remove one of the two"))
+        collector.problems.append(
+            root.entries()["tiers"].problem("the server already has the tiers", "remove 'tiers' or 'server'")
+        )
     decode.validate(StackConfig, root, values, collector)
     collector.raise_if_any()
     del values["version"]
@@ -72,37 +78,39 @@ def read_stack(root: Node, registry: Registry) -> StackConfig:
     return decode.construct(StackConfig, root, {"tiers": (), **values, "places": places, "plugins": plugins})
 
 
-def _read_tiers(
-    node: Node, choose: Choose, plugins: Mapping[type, str]
-) -> tuple[ArenaTierConfig | StoreTierConfig, ...]:
+def _read_tiers(node: Node, choose: Choose, plugins: Mapping[type, str]) -> tuple[_Tier, ...]:
     items = node.items()
     if not items:
         raise node.wrong("a stack needs at least one tier")
     collector = ProblemCollector()
     classes = [_class_of(item, choose, collector) for item in items]
     arenas = [cls for cls in classes if cls is not None and issubclass(cls, ArenaConfig)]
-    alone = not arenas and classes[0] is not None and classes[0].staging_arena is not BackendConfig.staging_arena
-    if classes[0] is not None and classes[0] not in arenas and not alone:
-        collector.problems.append(_no_arena(items[0], classes[0]))
+    first, alone = classes[0], False
+    if first is not None and not issubclass(first, ArenaConfig):
+        alone = not arenas and first.staging_arena is not BackendConfig.staging_arena
+        if not alone:
+            collector.problems.append(_no_arena(items[0], first))
     tiers = []
     for item, cls, name in zip(items, classes, _names(classes), strict=True):
         if cls is not None:
             with collector:
                 tiers.append(_read_tier(item, cls, choose, name, plugins[cls]))
     collector.raise_if_any()
-    return (*([_staging(items[0], tiers[0])] if alone else []), *tiers)
+    if alone and isinstance(hottest := tiers[0], StoreTierConfig):
+        return (_staging(items[0], hottest), *tiers)
+    return tuple(tiers)
 
 
-def _no_arena(node: Node, cls: type) -> Problem:
-    why = f"the first tier must be an arena, and '{cls.type}' is none: no engine can reach its memory"
-    return node.entries()["type"].problem(why, "put an arena first, cpu for instance")
+def _no_arena(node: Node, cls: type[_TierPlugin]) -> Problem:
+    why = f"the first tier must be an arena, but '{cls.type}' is not: no engine can reach its memory"
+    return node.entries()["type"].problem(why, "put an arena first, such as cpu")
 
 
 def _staging(node: Node, tier: StoreTierConfig) -> ArenaTierConfig:
-    """The arena above a tier that brings its own. Raises ConfigError."""
+    """The arena above a tier that provides its own. Raises ConfigError."""
     outcome = run(tier.config.staging_arena)
     if outcome.error is not None:
-        raise node.wrong(f"{tier.source.plugin} cannot bring an arena: {outcome.error}") from outcome.error
+        raise node.wrong(f"{tier.source.plugin} cannot provide an arena: {outcome.error}") from outcome.error
     if outcome.value is None:
         raise ConfigError([_no_arena(node, type(tier.config))])
     arena, capacity = outcome.value
@@ -110,19 +118,19 @@ def _staging(node: Node, tier: StoreTierConfig) -> ArenaTierConfig:
     return ArenaTierConfig(arena.type, arena, capacity, source=source)
 
 
-def _class_of(node: Node, choose: Choose, collector: ProblemCollector) -> type | None:
-    """The plugin's Config class. None if there is none; ``collector`` then has the problems."""
+def _class_of(node: Node, choose: Choose, collector: ProblemCollector) -> type[_TierPlugin] | None:
+    """The plugin's Config class; None if there is none, with the problems in ``collector``."""
     with collector:
-        return decode.chosen(node, BackendConfig, choose)
+        return cast(type[_TierPlugin], decode.chosen(node, BackendConfig, choose))  # arenas are found, too
     if isinstance(node.value, dict):
         decode.read_known(node, _own_settings(StoreTierConfig), choose, collector)
     return None
 
 
-def _read_tier(node: Node, cls: type, choose: Choose, name: str, plugin: str) -> ArenaTierConfig | StoreTierConfig:
-    shape = ArenaTierConfig if issubclass(cls, ArenaConfig) else StoreTierConfig
+def _read_tier(node: Node, cls: type[_TierPlugin], choose: Choose, name: str, plugin: str) -> _Tier:
+    shape: type[_Tier] = ArenaTierConfig if issubclass(cls, ArenaConfig) else StoreTierConfig
     own, its = _own_settings(shape), decode.settings(cls)
-    if shape is StoreTierConfig and not (cls.shared is True or "shared" in node.entries()):
+    if not issubclass(cls, ArenaConfig) and not (cls.shared is True or "shared" in node.entries()):
         own["capacity"] = attrs.evolve(own["capacity"], required=True)
     known = {"type": Setting(decode.reader(str), required=True), **own, **its}
     collector = ProblemCollector()
@@ -132,17 +140,17 @@ def _read_tier(node: Node, cls: type, choose: Choose, name: str, plugin: str) ->
     collector.raise_if_any()
     core = {key: values[key] for key in own if key in values}
     config = decode.construct(cls, node, {key: values[key] for key in its if key in values})
-    if shape is StoreTierConfig and "capacity" not in core and not config.shared:
-        raise node.wrong("'capacity' is missing; only a shared tier needs none")
+    if not isinstance(config, ArenaConfig) and "capacity" not in core and not config.shared:
+        raise node.wrong("'capacity' is missing; only a shared tier may omit it")
     source = Source(node.where, f"$.tiers{node.path.rpartition('.tiers')[2]}", plugin)
     return decode.construct(shape, node, {"name": name, "config": config, "source": source, **core})
 
 
-def _own_settings(shape: type) -> dict[str, Setting]:
+def _own_settings(shape: type[_Tier]) -> dict[str, Setting]:
     return decode.settings(shape, but=_NOT_WRITTEN)
 
 
-def _names(classes: Sequence[type | None]) -> list[str]:
+def _names(classes: Sequence[type[_TierPlugin] | None]) -> list[str]:
     """The names of the tiers: `disk`, and `disk#2` for the second of that type."""
     seen: Counter[str] = Counter()
     names = []

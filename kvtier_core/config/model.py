@@ -1,4 +1,4 @@
-"""The settings of users, as classes. `load` reads them from YAML, `compose` opens the stack that they describe."""
+"""The settings of users, as classes. `load` reads them from YAML, `open` opens the stack that they describe."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ _FRAME_NBYTES = 1 << 20
 #: But a chunk has no more tokens than this, unless a block has. On average half a chunk of each prompt is recomputed.
 _MOST_TOKENS = 256
 
-#: Threads of a store tier. More than this only wait for each other and for the GIL, even with a fast store.
+#: Maximum of threads of a store tier. More would only wait for each other and for the GIL, even with a fast store.
 _MOST_THREADS = 64
+
+#: What plugins offer.
+Config = ArenaConfig | BackendConfig | EvictionConfig | ObserverConfig | SerializerConfig | TokenDatabaseConfig
 
 #: Prefix of the address of a server.
 UNIX = "unix:"
@@ -40,28 +43,22 @@ NAMED = "name:"
 
 def _positive(config: object, field: attrs.Attribute, nbytes: Nbytes) -> None:
     if nbytes <= 0:
-        raise ValueError(f"'{field.alias}' must be more than 0B")
+        raise ValueError(f"'{field.alias}' must be greater than 0B")
 
 
-#: A capacity that a user must write.
-_CAPACITY = {"validator": _positive}
-#: A chunk is stored once this many requests have named it.
-_STORE_AFTER = {"default": 1, "validator": attrs.validators.ge(1)}
-
-
-def _with_a_key(config: object, field: attrs.Attribute, encrypt: bool) -> None:
+def _with_a_key(config: StoreTierConfig, field: attrs.Attribute, encrypt: bool) -> None:
     if encrypt and config.seal_key is None:
         raise ValueError("'encrypt' needs a 'seal_key'")
 
 
-def _instead_of_a_report(config: object, field: attrs.Attribute, accepted: str | None) -> None:
+def _instead_of_a_report(config: StoreTierConfig, field: attrs.Attribute, accepted: str | None) -> None:
     if accepted and config.quality is not None:
         raise ValueError("'accept_quality' and 'quality' exclude each other")
 
 
 @attrs.frozen
 class Source:
-    """Where a tier was configured, and which plugin it comes from; for error messages."""
+    """The place where a tier was configured, and its plugin; for error messages."""
 
     where: str = "StackConfig"  #: file and line
     path: str = "$"  #: in that file
@@ -72,15 +69,16 @@ class Source:
 class ArenaTierConfig:
     """An arena in ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
 
-    name: str  #: its type; from the second tier of a type on with a number, ``cpu#2``
+    name: str  #: its type, with a number from the second tier of a type on: ``cpu#2``
     config: ArenaConfig
-    capacity: Nbytes = attrs.field(**_CAPACITY)  #: of the frames in its slots; never exceeded
-    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)  #: what leaves it when it is full
-    store_after: int = attrs.field(**_STORE_AFTER)  #: requests that must have named a chunk before it is stored here
-    #: ``auto`` packs KV in bfloat16 into slots of four fifths of the size, where that keeps up with memory. Every bit
-    #: comes back. What does not fit is not stored.
+    capacity: Nbytes = attrs.field(validator=_positive)  #: bytes of the frames in its slots; never exceeded
+    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)  #: decides what leaves it when it is full
+    #: Number of requests that must have named a chunk before it is stored here.
+    store_after: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    #: ``auto`` packs KV in bfloat16 into slots of four fifths of the size, where packing keeps up with memory. It is
+    #: lossless. KV that does not fit is not stored.
     packing: Literal["auto", "off"] = "off"
-    #: Of a server: a folder on a tmpfs, such as ``/dev/shm/kvtier``, where the memory outlives it. By default nowhere.
+    #: For a server: a folder on a tmpfs, such as ``/dev/shm/kvtier``, where the memory outlives it. Default: none.
     keep: pathlib.Path | None = None
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
@@ -89,54 +87,63 @@ class ArenaTierConfig:
 class StoreTierConfig:
     """A store tier in ``tiers``: the core's own keys, and in ``config`` those of the plugin."""
 
-    name: str  #: its type; from the second tier of a type on with a number, ``disk#2``
+    name: str  #: its type, with a number from the second tier of a type on: ``disk#2``
     config: BackendConfig
-    #: Required unless the tier is shared: then its store bounds itself, or all of its users keep within this together.
+    #: Required unless the tier is shared: then its store limits itself, or all its users together keep within this.
     capacity: Nbytes | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
-    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)  #: what leaves it when it is full
-    serializer: SerializerConfig = attrs.field(factory=RawConfig)  #: how chunks are encoded in it
-    #: How many calls to the store are made at a time.
+    eviction: EvictionConfig = attrs.field(factory=GittinsConfig)  #: decides what leaves it when it is full
+    serializer: SerializerConfig = attrs.field(factory=RawConfig)  #: encodes its chunks
+    #: Maximum number of simultaneous calls to the store.
     threads: int = attrs.field(default=4, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_THREADS)])
     #: Bytes of arena slots that calls to this tier may hold at a time.
     inflight: Nbytes = attrs.field(default=Nbytes(1 << 30), validator=_positive)
-    timeout: Seconds = Seconds(5)  #: of one call to the store; while one takes longer there is no other
-    store_after: int = attrs.field(**_STORE_AFTER)  #: requests that must have named a chunk before it is stored here
-    #: With it nobody else can forge a frame of this tier: at least 32 characters, which count as they are written.
+    timeout: Seconds = Seconds(5)  #: of one call to the store; while one takes longer, no other is made
+    #: Number of requests that must have named a chunk before it is stored here.
+    store_after: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    #: A secret without which no frame of this tier can be forged: at least 32 characters, used exactly as written.
     seal_key: EnvSecret | None = None
     encrypt: bool = attrs.field(default=False, validator=_with_a_key)  #: encrypt the tier's frames, with ``seal_key``
-    #: A file: the report of `kvtier quality` for this model and codec. A tier with a lossy serializer needs it.
+    #: The file with the report of `kvtier quality` for this model and codec. A tier with a lossy serializer needs it.
     quality: pathlib.Path | None = None
-    #: ``unmeasured``: open the tier without a report. Answers differ, and nobody knows how far.
+    #: ``unmeasured``: open the tier without a report. Answers differ, by an unknown amount.
     accept_quality: Literal["unmeasured"] | None = attrs.field(default=None, validator=_instead_of_a_report)
-    required: bool = True  #: ``false``: where it cannot be opened, an engine starts without this tier, and logs why
+    #: For a server: only engines of this model, as they name it, use the tier. By default a private store is for the
+    #: namespace whose frames it holds, else for the first one.
+    model: str | None = None
+    required: bool = True  #: ``false``: if it cannot be opened, an engine starts without this tier, and logs the reason
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
+
+    @property
+    def resizable(self) -> bool:
+        """May its capacity change while it is open? All users of a shared store calculate with the same one."""
+        return self.config.resizable and not self.config.shared
 
 
 @attrs.frozen
 class RecordConfig:
-    """Where the traffic of a live engine is recorded, for `kvtier simulate`."""
+    """The recording of a live engine's traffic, for `kvtier simulate`."""
 
     path: pathlib.Path  #: a folder; each start of an engine adds a file
-    #: Bytes of all files in the folder; then recording ends.
+    #: Recording ends when all files in the folder together have this number of bytes.
     capacity: Nbytes = attrs.field(default=Nbytes(256 << 20), validator=_positive)
 
 
 def _known_way(config: object, field: attrs.Attribute, way: str) -> None:
     named = way.startswith(NAMED) and way != NAMED
     if not named and way not in ("full", "sampled"):
-        raise ValueError(f"{way!r} is none of full, sampled, {NAMED}…")
+        raise ValueError(f"expected full, sampled or {NAMED}…, got {way!r}")
 
 
 @attrs.frozen
 class IdentityConfig:
-    """How an engine finds out whether it may share KV with others."""
+    """How an engine determines whether it may share KV with others."""
 
     #: ``full`` reads every byte of the weights, ``sampled`` a part of each tensor. ``name:…`` is a name that
     #: the operator gives to weights that do not come from files; it is not checked.
     weights: str = attrs.field(default="full", validator=_known_way)
 
-    #: ``any`` shares KV with engines that have another number of tensor-parallel ranks. It is equal but for rounding:
-    #: other ranks add up the parts of a sum in another order.
+    #: ``any`` shares KV with engines that have another number of tensor-parallel ranks. It is equal except for
+    #: rounding: other ranks add the parts of a sum in another order.
     ranks: Literal["own", "any"] = "own"
 
     @property
@@ -145,14 +152,27 @@ class IdentityConfig:
         return self.weights.startswith(NAMED)
 
 
-def _one_or_more(config: object, field: attrs.Attribute, tokens: int | str) -> None:
+def _one_or_more(config: object, field: attrs.Attribute, tokens: int | Literal["auto"]) -> None:
     if tokens != "auto":
         attrs.validators.ge(1)(config, field, tokens)
 
 
 def _a_socket(config: object, field: attrs.Attribute, address: str) -> None:
     if not address.startswith(f"{UNIX}/"):
-        raise ValueError(f"{address!r} is no address of a server; write {UNIX} and the absolute path of its socket")
+        raise ValueError(f"{address!r} is not a server address; expected {UNIX}/absolute/path")
+
+
+@attrs.frozen
+class ProgramConfig:
+    """A program that runs beside a server, and ends with it."""
+
+    name: str = attrs.field(validator=attrs.validators.min_len(1))  #: in the log, the status and the metrics
+    command: tuple[str, ...] = attrs.field(validator=attrs.validators.min_len(1))  #: its words; no shell reads them
+
+
+def _distinct(config: object, field: attrs.Attribute, programs: tuple[ProgramConfig, ...]) -> None:
+    if len({program.name for program in programs}) < len(programs):
+        raise ValueError("two programs have the same name")
 
 
 @attrs.frozen
@@ -160,16 +180,16 @@ class StackConfig:
     """A whole configuration: the tiers, and the settings of the stack."""
 
     tiers: tuple[ArenaTierConfig | StoreTierConfig, ...]  #: hottest first
-    #: Tokens that are stored, found and loaded together. ``auto``: as few blocks as have 1 MiB, and 256 at most.
+    #: Tokens that are stored, found and loaded together. ``auto``: the fewest blocks with 1 MiB, at most 256 tokens.
     chunk_tokens: int | Literal["auto"] = attrs.field(default="auto", validator=_one_or_more)
-    token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)  #: how chunks get their keys
-    load_wait: Seconds = attrs.field(default=Seconds(2))  #: how long a request waits for chunks from store tiers
-    #: ``auto`` loads from a store tier if that is sooner done than computing; ``always`` loads all that is there.
+    token_database: TokenDatabaseConfig = attrs.field(factory=ChainedConfig)  #: computes the keys of chunks
+    load_wait: Seconds = attrs.field(default=Seconds(2))  #: the longest wait of a request for chunks from store tiers
+    #: ``auto`` loads from a store tier if that is faster than computing; ``always`` loads every chunk that it has.
     load: Literal["auto", "always"] = "auto"
     save_decode: bool = False  #: store chunks of generated tokens, too
     identity: IdentityConfig = attrs.field(factory=IdentityConfig)  #: decides which engines may share KV
-    #: The reaction to a reset of vLLM's caches. vLLM resets them for new weights, a sleep or a pause, and does not say
-    #: for which: ``keep`` is for an engine whose weights never change while it runs.
+    #: The reaction to a reset of vLLM's caches. vLLM resets them for new weights, a sleep or a pause, and does not
+    #: report which: ``keep`` is for an engine whose weights never change while it runs.
     on_reset: Literal["forget", "keep"] = "forget"
     record: RecordConfig | None = None  #: where traffic is recorded; by default nowhere
     #: The socket of `kvtier status`, `top` and `explain`: ``auto`` is one in XDG_RUNTIME_DIR, ``off`` none.
@@ -177,6 +197,8 @@ class StackConfig:
     observers: tuple[ObserverConfig, ...] = ()  #: receivers of every event
     #: The `kvtier serve` of this node that has the tiers, in place of ``tiers``: ``unix:/run/kvtier/kvtier.sock``.
     server: str | None = attrs.field(default=None, validator=attrs.validators.optional(_a_socket))
+    #: For a server: programs that it runs.
+    programs: tuple[ProgramConfig, ...] = attrs.field(default=(), validator=_distinct)
     _places: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)  # by path: file and line
     _plugins: Mapping[type, str] = attrs.field(factory=dict, eq=False, repr=False)  # by Config class: its plugin
 
@@ -196,21 +218,21 @@ class StackConfig:
         return any(tier.config.of_peers for tier in self.stores)
 
     def path_of(self, number: int) -> str:
-        """Where the tier of this number was written."""
+        """The path of the tier with this number in its file."""
         path = self.tiers[number].source.path
         return f"$.tiers[{number}]" if path == Source().path else path
 
     def origin(self, path: str) -> str:
-        """Where this setting was written, or ``default``."""
+        """The file and line of this setting, or ``default``."""
         return self._places.get(path, "default")
 
     def plugin_of(self, chosen: object) -> str:
-        """``distribution:entry point version`` of a plugin's Config; its class where that is not known."""
+        """``distribution:entry point version`` of a plugin's Config; its class if that is not known."""
         cls = type(chosen)
         return self._plugins.get(cls, f"{cls.__module__}.{cls.__qualname__}")
 
     def problem(self, path: str, why: str, hint: str = "") -> Problem:
-        """A problem at this path; its line is that of the nearest setting above it that was written."""
+        """A problem at this path, with the line of the nearest written setting above it."""
         written = [each for each in self._places if path.startswith(each) and path[len(each) :][:1] in ("", ".", "[")]
         return Problem(self._places[max(written, key=len)] if written else "StackConfig", path, why, hint)
 
@@ -224,19 +246,33 @@ class StackConfig:
 
     def check_engine(self, block_size: int) -> None:
         """Raise ConfigError if the stack does not suit an engine whose blocks have this number of tokens."""
-        if self.chunk_tokens == "auto":
+        for number, tier in enumerate(self.tiers):
+            if isinstance(tier, StoreTierConfig) and tier.model is not None:
+                path = f"{self.path_of(number)}.model"
+                raise ConfigError([self.problem(path, "only kvtier serve supports several models", "remove it")])
+        if self.programs:
+            raise ConfigError([self.problem("$.programs", "only kvtier serve runs programs", "remove it")])
+        if self.chunk_tokens == "auto" or self.chunk_tokens % block_size == 0:
             return
         below = self.chunk_tokens // block_size * block_size
-        if below == self.chunk_tokens:
-            return
         nearest = f"{below} or {below + block_size}" if below else f"{block_size}"
         why = f"{self.chunk_tokens} is not a multiple of the engine's block size {block_size}"
         raise ConfigError([self.problem("$.chunk_tokens", why, f"write {nearest}")])
 
+    def check_host(self) -> None:
+        """Raise ConfigError for settings that have no effect on the pages of another engine's own offloading."""
+        problems = [
+            self.problem(f"$.{name}", "it has no effect where the host moves the pages", "remove it")
+            for name in ("server", "record", "chunk_tokens", "save_decode", "programs")
+            if getattr(self, name) not in (None, "auto", False, ())
+        ]
+        if problems:
+            raise ConfigError(problems)
+
     def sized(
         self, block_size: int, block_nbytes: int, *, most: int | None = None, within: Sequence[int] = ()
     ) -> StackConfig:
-        """The same with ``chunk_tokens`` as a number.
+        """This configuration with ``chunk_tokens`` as a number.
 
         Parameters
         ----------
@@ -245,9 +281,9 @@ class StackConfig:
         block_nbytes
             Bytes of a block in all layers and on all ranks.
         most
-            Tokens of a chunk at most, a multiple of ``block_size``; None: as many as are good.
+            Maximum number of tokens of a chunk, a multiple of ``block_size``; None: a good default.
         within
-            Multiples of ``block_size``, in tokens, each of which is to be whole chunks.
+            Multiples of ``block_size``, in tokens, each of which must consist of whole chunks.
         """
         if self.chunk_tokens != "auto":
             return self

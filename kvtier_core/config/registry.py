@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
 from kvtier_core.builtin import plugin as builtin
-from kvtier_core.config.decode import KIND_OF, KINDS, Unavailable, guess
+from kvtier_core.config.decode import KIND_OF, KINDS
 from kvtier_core.config.examine import Offer, examine
+from kvtier_core.config.scalars import Unavailable, guess
 from kvtier_core.errors import KvtierError
-from kvtier_core.transfer.io_pool import run
+from kvtier_core.work.io_pool import Outcome, run
 
 __all__ = ["KINDS", "KIND_OF", "Broken", "Offer", "Registry"]
 
 logger = logging.getLogger("kvtier")
 
+#: The offers of the packages `kvtier-policies`, `kvtier-lossy` and `kvtier-observers`, and the extra of each.
+_EXTRAS = {
+    ("eviction policy", name): "policies" for name in ["arc", "fifo", "lfu", "lru2", "mru", "s3fifo", "tournament"]
+}
+_EXTRAS |= {("serializer", name): "lossy" for name in ["cachegen", "fp8", "int8", "kivi"]}
+_EXTRAS |= {("observer", "jsonl"): "observers", ("observer", "opentelemetry"): "otel"}
+_EXTRAS |= {("observer", "prometheus"): "prometheus"}
+
 
 @attrs.frozen
 class Broken:
-    """A plugin that is installed and cannot be used."""
+    """An installed plugin that cannot be used."""
 
     plugin: str  #: ``distribution:entry point``
     version: str
@@ -32,7 +42,7 @@ class Broken:
         return f"{f'{self.plugin} {self.version}'.rstrip()}: {self.why}"
 
     def may_offer(self, name: str) -> bool:
-        """May the plugin have offered this name? True for its own, its distribution's, and its part of a full name."""
+        """Might it have offered this name? True for its own, its distribution's, and a full name of this plugin."""
         distribution, _, entry = self.plugin.partition(":")
         return name in (entry, distribution, distribution.removeprefix("kvtier-")) or name.endswith(f"@{self.plugin}")
 
@@ -44,7 +54,7 @@ class Registry:
         """Begin with the core's own plugin, of this ``version``."""
         self.broken: list[Broken] = []
         self._offers: list[Offer] = []
-        self._add("kvtier:builtin", version, lambda: builtin)
+        self._add("kvtier:builtin", version, Outcome(builtin))
 
     @classmethod
     def discover(cls) -> Registry:
@@ -55,9 +65,9 @@ class Registry:
 
         own = next((found.version for found in metadata.distributions(name="kvtier")), "")
         registry = cls(own)
-        for entry in sorted(versions.entry_points(), key=lambda entry: (str(entry.dist.name), entry.name)):
-            plugin = f"{entry.dist.name}:{entry.name}"
-            registry._add(plugin, entry.dist.version, lambda entry=entry: versions.load(entry, own))
+        for dist, entry in sorted(versions.entry_points(), key=lambda each: (str(each[0].name), each[1].name)):
+            loaded = run(functools.partial(versions.load, dist, entry, own))
+            registry._add(f"{dist.name}:{entry.name}", dist.version, loaded)
         return registry
 
     @classmethod
@@ -65,7 +75,7 @@ class Registry:
         """A registry of the core's own plugin and these modules or objects."""
         registry = cls()
         for plugin in plugins:
-            registry._add(getattr(plugin, "__name__", type(plugin).__name__), "", lambda plugin=plugin: plugin)
+            registry._add(getattr(plugin, "__name__", type(plugin).__name__), "", Outcome(plugin))
         return registry
 
     def offers(self) -> list[Offer]:
@@ -84,14 +94,14 @@ class Registry:
         return [f"{clash.why}; {clash.hint}" for clash in clashes]
 
     def log_problems(self) -> None:
-        """Log a warning for each broken plugin and each clash, also of those that no YAML file names."""
+        """Log a warning for each broken plugin and each clash, including those that no YAML file names."""
         for broken in self.broken:
-            logger.warning("kvtier: a plugin is broken and not used: %s", broken)
+            logger.warning("kvtier: plugin failed to load, ignored: %s", broken)
         for clash in self.clashes():
             logger.warning("kvtier: %s", clash)
 
     def choose(self, kind: str, name: str) -> type | Unavailable:
-        """The Config class of this name, alias or full name; or why there is none."""
+        """The Config class of this name, alias or full name; or the reason why there is none."""
         found = self._find(kind, name)
         if len(found) == 1:
             return found[0].config
@@ -102,17 +112,17 @@ class Registry:
                 return Unavailable(f"{kind} {name!r} may be installed, but a plugin is broken: {broken}")
         have = sorted({offer.name for offer in self._offers if offer.kind == kind})
         way_out = guess(name, have)
-        if kind == "tier" and _is_extra(name):
-            way_out = f"pip install 'kvtier[{name}]'"
+        if extra := name if kind == "tier" and _is_extra(name) else _EXTRAS.get((kind, name)):
+            way_out = f"pip install 'kvtier[{extra}]'"
         elif not way_out and self.broken:
-            way_out = f"broken and not used: {', '.join(sorted(broken.plugin for broken in self.broken))}"
-        return Unavailable(f"no {kind} {name!r} is installed (have: {', '.join(have)})", way_out)
+            way_out = f"failed to load: {', '.join(sorted(broken.plugin for broken in self.broken))}"
+        return Unavailable(f"no {kind} {name!r} is installed (have: {', '.join(have) or 'none'})", way_out)
 
     def _find(self, kind: str, name: str) -> list[Offer]:
         return [offer for offer in self._offers if offer.kind == kind and name in offer.names]
 
-    def _add(self, plugin: str, version: str, load: Callable[[], Any]) -> None:
-        outcome = run(lambda: examine(plugin, version, load()))
+    def _add(self, plugin: str, version: str, loaded: Outcome) -> None:
+        outcome = run(lambda: examine(plugin, version, loaded.value)) if loaded.error is None else loaded
         error = outcome.error
         if error is not None:
             why = str(error) if isinstance(error, KvtierError) else f"{type(error).__name__}: {error}"
@@ -129,7 +139,7 @@ def _clash(name: str, offers: Iterable[Offer]) -> Unavailable:
 
 
 def _is_extra(name: str) -> bool:
-    """Does `pip install 'kvtier[name]'` bring a plugin `kvtier-name`? Read from kvtier's own metadata."""
+    """Does `pip install 'kvtier[name]'` install a plugin `kvtier-name`? Read from kvtier's own metadata."""
     from importlib import metadata
 
     from packaging.requirements import Requirement

@@ -11,20 +11,21 @@ from typing import Any
 
 import attrs
 
+from kvtier_core.config.model import Config
 from kvtier_core.config.yaml_nodes import Node, Plain, path_of, shown
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
 
 
 @attrs.frozen
 class Unavailable:
-    """Why there is no plugin with a name, and what to do about it."""
+    """The reason why no plugin has a name, and what to do about it."""
 
     why: str
     hint: str = ""
 
 
 #: Finds the Config class with a name in a family of Configs.
-Choose = Callable[[type, str], type | Unavailable]
+Choose = Callable[[type[Config], str], type[Config] | Unavailable]
 #: Reads the value of a node; raises ConfigError.
 Read = Callable[[Node, Choose], Any]
 
@@ -44,7 +45,8 @@ def number(kind: type[int | float], words: Collection[str] = ()) -> Read:
     def read(node: Node, _: Choose) -> Any:
         if isinstance(node.value, str) and node.value in words:
             return str(node.value)
-        if type(node.value) in also or (isinstance(node.value, Plain) and re.fullmatch(pattern, node.value)):
+        fits = re.fullmatch(pattern, node.value) if isinstance(node.value, Plain) else type(node.value) in also
+        if fits and isinstance(node.value, int | float | Plain):
             with contextlib.suppress(OverflowError):
                 return kind(node.value)
         hint = guess(node.value, words) if isinstance(node.value, str) else ""
@@ -77,14 +79,14 @@ def _parsed(parse: Callable[[str], Any], text: Read = lambda node, _: node.text(
 def _amount(unit: type[Nbytes | Seconds]) -> Read:
     def parse(text: str) -> Nbytes | Seconds:
         if (value := unit.parse(text)) >= 1 << 62:  # system calls take signed 64-bit numbers
-            raise ValueError(f"{text!r} is more than any machine has")
+            raise ValueError(f"{text!r} exceeds the largest supported size")
         return value
 
     return _parsed(parse)
 
 
 def one_of(choices: Mapping[str, Any]) -> Read:
-    """A function that reads one of the words, to the value it stands for."""
+    """A function that reads one of the words, as the value that it stands for."""
 
     def read(node: Node, _: Choose) -> Any:
         text = node.text()
@@ -110,7 +112,7 @@ SCALARS: dict[Any, Read] = {
     Nbytes: _amount(Nbytes),
     Seconds: _amount(Seconds),
 }
-#: How a number is written in YAML, the types of plain values that are accepted, and what it is called.
+#: For each type of number: its pattern in YAML, the plain types that are accepted, and its name in messages.
 NUMBERS: dict[Any, tuple[str, tuple[type, ...], str]] = {
     int: (r"[-+]?(0|[1-9][0-9]{0,17})", (int,), "a whole number"),
     float: (r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", (int, float), "a number"),

@@ -18,12 +18,12 @@ import attrs
 
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import KIND_OF, Offer, Registry
-from kvtier_core.interfaces import ArenaConfig
+from kvtier_core.interfaces import ArenaConfig, BackendConfig
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
 
 Schema = dict[str, Any]
 
-#: Begins the description of a setting, above its field or behind it.
+#: Begins the description of a setting, above its field or after it.
 _MARK = "#:"
 
 #: YAML's own types do not count: a scalar is its text.
@@ -38,7 +38,7 @@ _SCALARS: Mapping[Any, Schema] = {
 }
 #: Words that YAML 1.1 takes for booleans, where they are choices.
 _ALSO = {"on": True, "off": False, "yes": True, "no": False}
-#: How attrs names a comparison of numbers, and how JSON Schema does.
+#: Comparisons of numbers, by attrs' name for them, in the words of JSON Schema.
 _BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
 
 
@@ -65,7 +65,7 @@ class _Making:
     registry: Registry
 
     def tiers(self, arenas: bool) -> list[Schema]:
-        """The two kinds of tiers: arenas and others."""
+        """The schemas of the arenas, or of all other tiers."""
         offers = [offer for offer in self._offers("tier") if issubclass(offer.config, ArenaConfig) == arenas]
         return [self._tier(offer) for offer in offers]
 
@@ -74,7 +74,7 @@ class _Making:
         own, its = self.group(shape, but=("name", "config", "source")), self._chosen(offer)
         its["properties"] |= own["properties"]
         its["required"] += own["required"]
-        if shape is StoreTierConfig and offer.config.shared is not True:
+        if issubclass(offer.config, BackendConfig) and offer.config.shared is not True:
             must = {"required": ["capacity"]}
             shared = {"required": ["shared"], "properties": {"shared": {"enum": [True, "yes", "on"]}}}
             its["anyOf"] = [must, shared] if "shared" in its["properties"] else [must]
@@ -118,7 +118,7 @@ class _Making:
             return {"type": "array", "items": self._of(arguments[0])}
         if origin is Literal:
             return _words(arguments)
-        if isinstance(annotation, enum.EnumMeta):
+        if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
             return _words([each.value for each in annotation])
         return {"type": "null"} if annotation is types.NoneType else _TEXT
 
@@ -155,11 +155,11 @@ def first_paragraph(cls: type) -> str:
 
 def _comments_in(source: str) -> Mapping[str, str]:
     lines = source.splitlines()
-    (body,) = (node.body for node in ast.parse(source).body)
-    fields = {node.target.id: node for node in body if isinstance(node, ast.AnnAssign)}
+    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     found = {
-        name: " ".join([*_above(lines, node.lineno - 1), *_behind(lines[node.end_lineno - 1])])
-        for name, node in fields.items()
+        node.target.id: " ".join([*_above(lines, node.lineno - 1), *_behind(lines, node.end_lineno or node.lineno)])
+        for node in body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     return {name: comment for name, comment in found.items() if comment}
 
@@ -172,8 +172,8 @@ def _above(lines: list[str], line: int) -> list[str]:
     return [each.lstrip().removeprefix(_MARK).strip() for each in lines[first:line]]
 
 
-def _behind(line: str) -> list[str]:
-    _, mark, comment = line.partition(f"  {_MARK}")
+def _behind(lines: list[str], line: int) -> list[str]:
+    _, mark, comment = lines[line - 1].partition(f"  {_MARK}")
     return [comment.strip()] if mark else []
 
 
@@ -182,6 +182,6 @@ def _words(choices: Collection[Any]) -> Schema:
 
 
 def _bounds(validator: Any) -> Schema:
-    """The bounds of a number, as far as attrs tells them."""
+    """The bounds of a number that attrs knows."""
     each = getattr(validator, "_validators", [validator])
     return {_BOUNDS[one.compare_op]: one.bound for one in each if getattr(one, "compare_op", "") in _BOUNDS}

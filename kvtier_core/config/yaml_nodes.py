@@ -1,4 +1,4 @@
-"""Nodes: values and where they were written, in a YAML file or inline as plain values.
+"""Nodes: values and the places where they were written, in a YAML file or inline as plain values.
 
 YAML's own rules for types are not used. A scalar is its text, and the type of the setting decides how it is read: so
 `off` can be a word, and `1:30` is never ninety.
@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 class ProblemCollector:
-    """`with collector:` collects the problems of a ConfigError instead of raising it, to report all at once."""
+    """`with collector:` collects the problems of a ConfigError instead of raising it, to report all together."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -56,7 +56,7 @@ class Plain(str):
 
 @attrs.frozen
 class Node:
-    """A value and where it was written; in a mapping that is the line of its key."""
+    """A value and the place where it was written; in a mapping, the line of its key."""
 
     where: str  #: file and line
     path: str  #: ``$.tiers[2].type``
@@ -73,8 +73,8 @@ class Node:
     def walk(self) -> Iterator[Node]:
         """This node and all nodes below it."""
         yield self
-        children = self.value.values() if isinstance(self.value, dict) else self.value
-        for child in children if isinstance(self.value, dict | list) else ():
+        below = list(self.value.values()) if isinstance(self.value, dict) else self.value
+        for child in below if isinstance(below, list) else ():
             yield from child.walk()
 
     def entries(self) -> dict[str, Node]:
@@ -132,7 +132,7 @@ def from_yaml(text: str, name: str, collector: ProblemCollector) -> Node:
         line = (error.problem_mark or error.context_mark).line + 1
         why = ", ".join(filter(None, (error.context, error.problem)))
         if "'\\t'" in why:
-            why = "a tab begins a value or a line; YAML is indented with spaces"
+            why = "a tab starts a value or a line; indent YAML with spaces"
         raise ConfigError([Problem(f"{name}:{line}", "$", why)]) from None  # its message may show a secret
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -140,7 +140,7 @@ def from_yaml(text: str, name: str, collector: ProblemCollector) -> Node:
     except (ValueError, OverflowError) as error:  # PyYAML raises these for escapes and versions that are out of range
         raise ConfigError([Problem(name, "$", f"not YAML: {error}")]) from error
     if composed is None:
-        raise ConfigError([Problem(f"{name}:1", "$", "the file is empty", "write version: 1, and tiers")])
+        raise ConfigError([Problem(f"{name}:1", "$", "the file is empty", "write version: 1 and tiers")])
     return _from_composed(composed, name, composed.start_mark.line + 1, "$", collector)
 
 
@@ -167,7 +167,7 @@ def from_plain(value: object, where: str, collector: ProblemCollector, path: str
     raise ConfigError([Problem(where, path, f"a setting cannot be a {type(value).__name__}")])
 
 
-class _Loader(yaml.BaseLoader):
+class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # PyYAML has no types
     """Resolves no types, and refuses anchors, aliases and tags, so that every value is written where it is used."""
 
     _depth = 0
@@ -205,9 +205,7 @@ def _entries(composed: yaml.MappingNode, name: str, path: str, collector: Proble
     for key, value in composed.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            collector.problems.append(
-                Problem(f"{name}:{line}", path, "a key must be text", "write a name, and a colon")
-            )
+            collector.problems.append(Problem(f"{name}:{line}", path, "a key must be text", "write a name and a colon"))
             continue
         node = _from_composed(value, name, line, _below(path, key.value), collector)
         if key.value == "<<":

@@ -18,19 +18,19 @@ from collections.abc import Callable, Sequence
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import ConfigError
 from kvtier_core.forks import ProcessBound
-from kvtier_core.transfer.io_pool import IOPool, Outcome
 from kvtier_core.types import ChunkKey, Nbytes
+from kvtier_core.work.io_pool import IOPool, Outcome
 
 logger = logging.getLogger("kvtier")
 
-#: Lines that may wait for a slow disk; requests beyond that are not recorded.
+#: Maximum number of lines that wait for a slow disk; further requests are not recorded.
 _MAX_WAITING = 1000
 #: Seconds that `close` waits for the last lines to be written.
 _CLOSE_TIMEOUT = 1.0
 
 
 class Recorder(ProcessBound):
-    """One recording. Call every method on the scheduler's thread; the file is written on a thread of its own."""
+    """One recording. Call every method on the scheduler's thread; the file is written on another thread."""
 
     def __init__(self, config: StackConfig, replicas: int = 1, clock: Callable[[], float] = time.monotonic):
         """Begin a new file in the configured folder. Raises ConfigError if that is not possible.
@@ -42,6 +42,7 @@ class Recorder(ProcessBound):
         self._began = clock()
         self._salt = secrets.token_bytes(32)
         self._dropped = 0
+        assert config.record is not None, "no recording is configured"
         folder = config.record.path
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,7 +53,7 @@ class Recorder(ProcessBound):
         except OSError as error:
             raise ConfigError([config.problem("$.record.path", f"cannot be written: {error}")]) from error
         self._pool = IOPool("record")
-        logger.info("kvtier: recording this traffic in %s, at most %s", self.path, Nbytes(max(0, self._room)))
+        logger.info("kvtier: recording traffic to %s, up to %s", self.path, Nbytes(max(0, self._room)))
 
     def record(self, since: float, tokens: int, generated: int, keys: Sequence[ChunkKey], reason: str) -> None:
         """Record a request that arrived at ``since``, by the recorder's clock, and has ended now.
@@ -76,7 +77,7 @@ class Recorder(ProcessBound):
         text = f"{json.dumps(line)}\n".encode()
         self._room -= len(text)
         if self._room < 0:
-            logger.info("kvtier: the recording is full and ends here: %s", self.path)
+            logger.info("kvtier: recording stopped: the file is full: %s", self.path)
             return
         self._pool.submit_store(lambda: self._write(text), self._written)
 
@@ -106,4 +107,4 @@ class Recorder(ProcessBound):
     def _written(self, outcome: Outcome) -> None:
         if outcome.error is not None and self._room > 0:
             self._room = 0
-            logger.warning("kvtier: recording ends: %s", outcome.error)
+            logger.warning("kvtier: recording stopped: %s", outcome.error)

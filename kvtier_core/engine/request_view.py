@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen
 class Bypass:
-    """Nothing is looked up or stored for a request, because what its KV depends on is not known for certain."""
+    """Nothing is looked up or stored for a request, because not all facts that its KV depends on are certain."""
 
     reason: str  #: in plain words, for the request's log line
 
@@ -32,7 +32,7 @@ class KVIdentity:
     items: tuple[PromptItem, ...] = ()
 
     def extra(self, chunk_tokens: int) -> Mapping[int, bytes]:
-        """For each chunk that contains a part of an item: which items, and where. Keys are chunk numbers."""
+        """For each chunk that contains a part of an item: the items and their places. Keys are chunk numbers."""
         by_chunk: dict[int, list[tuple[int, int, str]]] = {}
         for item in self.items:
             for chunk in range(item.offset // chunk_tokens, -(-(item.offset + item.length) // chunk_tokens)):
@@ -47,14 +47,14 @@ class RequestView:
 
     request_id: str
     token_ids: Sequence[int]  #: the prompt's, then those generated so far
-    prompt_tokens: int  #: how many of these are the prompt
+    prompt_tokens: int  #: number of these that are the prompt
     identity: KVIdentity | Bypass = KVIdentity()
     hints: Mapping[str, str] = attrs.field(factory=dict)  #: from the client, for eviction policies
     reads_cache: bool = True  #: False: the client asked not to read cached prefixes
     computed_tokens: int = 0  #: tokens, from the first one on, whose KV the engine counts as computed
-    preemptions: int = 0  #: how often the engine has preempted it
-    traceparent: str = ""  #: where its client's trace is continued (W3C Trace Context)
-    continued_elsewhere: bool = False  #: it has ended well, and another engine goes on with its prompt
+    preemptions: int = 0  #: number of times that the engine has preempted it
+    traceparent: str = ""  #: continues the trace of its client (W3C Trace Context)
+    continued_elsewhere: bool = False  #: another engine continues its prompt; False if it has not ended well
     computed_elsewhere: int = 0  #: tokens of its prompt, from the first one on, that another engine has just computed
 
     @property

@@ -1,4 +1,4 @@
-"""Says in the log that a thread of the engine starves: it could run, and others have the cores."""
+"""Logs that a thread of the engine starves: it could run, but others have the cores."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier_core.engine.log_limit import LogLimit
+from kvtier_core.telemetry.log_limit import LogLimit
 
-#: Seconds between two looks, at least. A step may be longer.
+#: Minimum number of seconds between two looks. A step may be longer.
 _EVERY = 10.0
 #: A thread that waits for a core for a larger part of the time starves.
 _SHARE = 0.5
 
 #: The remedies: threads that spin while they wait take the cores of those that work.
 _WAY_OUT = (
-    "run fewer ranks and threads on each core (OMP_NUM_THREADS), let threads that wait sleep (KMP_BLOCKTIME=0, "
-    "OMP_WAIT_POLICY=passive), or raise the quota of its control group"
+    "run fewer ranks and threads on each core (OMP_NUM_THREADS), let waiting threads sleep (KMP_BLOCKTIME=0, "
+    "OMP_WAIT_POLICY=passive), or raise the CPU quota of its cgroup"
 )
 
 

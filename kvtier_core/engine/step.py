@@ -8,10 +8,10 @@ import attrs
 
 from kvtier_core.engine.messages import WorkerProgress
 
-#: Of each group of the layout, the block ids of a request in token order; NO_BLOCK where the engine keeps none.
+#: For each group of the layout, the block ids of a request in token order; NO_BLOCK where the engine keeps none.
 BlockTables = Sequence[Sequence[int]]
 
-#: By group, the block of a recurrent state that a step leaves behind, and that may be copied after it.
+#: By group, the block of a recurrent state that a step leaves, which may be copied after the step.
 OfferedStates = Mapping[int, int]
 
 
@@ -34,13 +34,13 @@ class Step:
     """The engine's plan for its next step."""
 
     requests: Sequence[ScheduledRequest]  #: in the order in which they were scheduled
-    #: Blocks that the engine gave to running requests since the last step, and that the step may write to. What was
-    #: allocated for a request that was admitted meanwhile need not be among them.
+    #: Blocks that the engine gave to running requests since the last step, and that the step may write to. Blocks of a
+    #: request that was admitted meanwhile need not be among them.
     new_blocks: Collection[int]
-    #: The block tables of a scheduled request as they are in this step. Called only where they are needed: engines copy
+    #: The block tables of a scheduled request as they are in this step. Called only if they are needed: engines copy
     #: them.
     block_tables: Callable[[str], BlockTables]
-    #: The recurrent states that the step leaves behind, by request and by the tokens behind which each is.
+    #: The recurrent states that the step leaves, by request and by the number of tokens before each.
     states: Mapping[str, Mapping[int, OfferedStates]] = attrs.field(factory=dict)
     #: False: it leaves some KV of its tokens unwritten, for instance that of a draft model which does not run.
     writes_all: bool = True
@@ -53,9 +53,9 @@ class Step:
 
 @attrs.frozen
 class StepResult:
-    """The outcome of earlier steps, as far as the engine knows it by now."""
+    """The outcomes of earlier steps that the engine knows by now."""
 
     ended_loads: Collection[str] = ()  #: requests whose load ended on all ranks, successfully or not
     failed_loads: Collection[str] = ()  #: those of them with a page that was not loaded
     invalid_blocks: Collection[int] = ()  #: blocks that a connector reports as not loaded correctly
-    progress: WorkerProgress | None = None  #: what the workers reported; None if nothing
+    progress: WorkerProgress | None = None  #: the workers' report; None if there is none

@@ -1,1 +1,1 @@
-"""The frame: the one shape of a chunk outside the engine, and how it is encoded, sealed and verified."""
+"""The frame: the only form of a chunk outside the engine, and how it is sealed and verified."""

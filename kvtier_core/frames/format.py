@@ -5,9 +5,9 @@ Without a serializer the first two are equal. CRC-32 is used because the checksu
 those of the ranks' shards, and because zlib provides it where the compiled extension could not be built.
 
 A frame of several shards has the checksum of each after the header's fields, so that a rank can read and verify its own
-shard alone; a flag says so.
+shard alone; a flag marks this.
 
-A checksum is not a signature. A frame with a keyed seal (`frames/keyed_seal.py`) has a flag for it, and a key id, a
+A checksum is not a signature. A frame with a keyed seal (`encoding/keyed_seal.py`) has a flag for it, and a key id, a
 nonce and a tag after the fields instead. A reader without the key does not serve it: its payload may be encrypted.
 """
 
@@ -50,7 +50,7 @@ _CHECKSUM = struct.Struct("<I")
 _FIELDS_END = _FIELDS.size + _CHECKSUM.size
 _LOSSLESS, _SHARDS = 1, 8  #: flags; the others are those of `Protection`
 _FLAGS = {what | lossless for what in (*(each.value for each in Protection), _SHARDS) for lossless in (0, _LOSSLESS)}
-#: Of a keyed seal: key id, and nonce and tag of AES-GCM; then the checksum of these.
+#: For a keyed seal: key id, and nonce and tag of AES-GCM; then the checksum of these.
 _KEYED = struct.Struct(f"<{KEY_ID_NBYTES}s12s16s")
 _KEYED_END = _FIELDS_END + _KEYED.size + _CHECKSUM.size
 #: The number of shards. The CRC-32 of each follows, then the checksum of the header's fields and all of these.
@@ -84,7 +84,7 @@ class FrameError(enum.Enum):
         return self in _INCOMPATIBLE
 
     def as_read(self) -> FrameRead:
-        """The outcome of a read that found such a frame."""
+        """The outcome of a read that found a frame with this error."""
         return FrameRead(ReadStatus.INCOMPATIBLE if self.incompatible else ReadStatus.CORRUPT, self.value)
 
 

@@ -30,7 +30,7 @@ class CodecIdentity:
 
     type: str  #: the name of the serializer, ``raw`` without one
     digest: bytes  #: `DIGEST_NBYTES` of the type, its format version and all of its options
-    lossless: bool  #: is the decoded payload, bit for bit, the encoded one?
+    lossless: bool  #: is the decoded payload, bit for bit, the original one?
 
     def __str__(self) -> str:
         if self.digest in (RAW.digest, PACKED.digest):
@@ -41,7 +41,7 @@ class CodecIdentity:
 #: Payloads without a serializer. No digest of options is zero, so no serializer has this identity.
 RAW = CodecIdentity("raw", bytes(DIGEST_NBYTES), lossless=True)
 
-#: Payloads of packed shards (csrc/packed.h), as they lie in the slots of an arena that packs.
+#: Payloads of packed shards (csrc/packed.h), as they are in the slots of an arena that packs.
 PACKED = CodecIdentity("packed shards", b"\2".ljust(DIGEST_NBYTES, b"\0"), lossless=True)
 
 
@@ -75,7 +75,7 @@ class Protection(enum.Enum):
 
 @attrs.frozen
 class SealIdentity:
-    """Identifies a keyed seal. The id tells keys apart and reveals nothing about them."""
+    """Identifies a keyed seal. The id distinguishes keys and reveals nothing about them."""
 
     protection: Protection
     key_id: bytes

@@ -1,7 +1,7 @@
 """The interfaces that a plugin implements.
 
     to write                                   implement
-    a tier that stores frames (disk, remote)   BackendConfig, Backend; what else it can do: the
+    a tier that stores frames (disk, remote)   BackendConfig, Backend; for further abilities the
                                                protocols Supports…, and DirectReader
     a tier of memory that a device reaches     ArenaConfig, AllocatorBackend, Mover; for `kvtier serve`
                                                SupportsSharing, SupportsKeeping
@@ -11,8 +11,8 @@
     a log, metrics                             ObserverConfig, Observer
 
 A Config opens each of them: a frozen attrs class that names itself in ``type`` and whose fields are the keys that users
-may write in YAML. The module of a Config imports nothing heavy; its ``open`` does. `kvtier_core.hookspecs` says how to
-register it, and `kvtier_core.testing` has the tests that every implementation must pass.
+may write in YAML. The module of a Config imports nothing heavy; its ``open`` does. `kvtier_core.hookspecs` describes
+how to register it, and `kvtier_testing` has the tests that every implementation must pass.
 
 The owner's thread is the one that calls the stack; with vLLM it is the scheduler's. Calls on it must be short, because
 the engine waits for them. Keys are opaque bytes. No method changes its arguments, other than buffers to fill.

@@ -100,9 +100,9 @@ class JobResult(NamedTuple):
 
     job: int
     ok: bool  #: were all pages copied?
-    #: Of a store: the CRC-32 of this rank's shard of each slot, in the order of the job. Empty: not computed.
+    #: For a store: the CRC-32 of this rank's shard of each slot, in the order of the job. Empty: not computed.
     checksums: Sequence[int] = ()
-    #: Of a store that is not ``ok``: indices in the job of slots that were filled nevertheless.
+    #: For a store that is not ``ok``: indices in the job of slots that were filled nevertheless.
     filled: Sequence[int] = ()
 
 
@@ -110,9 +110,9 @@ class Mover(ProcessBound, abc.ABC):
     """Copies pages to slots and back, in the engine's worker process. Knows no keys.
 
     Every method is called on one thread, the one that enqueues the engine's work on its device. Job numbers are unique
-    among the jobs under way. `store` and `load` return at once if they can, and `finished` reports the job later.
-    Nothing else uses the slots of a job until it is reported. A job that cannot begin raises, copies nothing and is
-    not reported.
+    among the jobs under way. `store` and `load` return immediately if they can, and `finished` reports the job later.
+    Nothing else uses the slots of a job until it is reported. A job that cannot begin raises, copies nothing and is not
+    reported.
     """
 
     @abc.abstractmethod
@@ -125,7 +125,7 @@ class Mover(ProcessBound, abc.ABC):
         """
 
     def mark(self) -> object:
-        """A mark behind the work that the engine has enqueued so far, for `load`.
+        """A mark after the work that the engine has enqueued so far, for `load`.
 
         The engine takes one when a step begins: no work of that step or a later one touches the pages to load. By
         default there are no marks, and loads wait longer.
@@ -153,9 +153,9 @@ class Mover(ProcessBound, abc.ABC):
         """
 
     def fence(self, jobs: Collection[int]) -> None:
-        """Order all work that the engine enqueues from now on behind these jobs; by default, wait for them.
+        """Order all later work of the engine after these jobs; by default, wait for them.
 
-        A mover whose device keeps that order returns at once. Naming a reported job is not an error.
+        A mover whose device keeps that order returns immediately. Naming a reported job is not an error.
         """
         self.wait(jobs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,7 +25,7 @@ class Medium(enum.Enum):
 
 @attrs.frozen
 class KeyChanges:
-    """How the keys of a `StoredFrames` have changed. None is in both collections."""
+    """The changes of the keys of a `StoredFrames`. No key is in both collections."""
 
     come: Collection[ChunkKey]
     gone: Collection[ChunkKey]
@@ -41,8 +42,8 @@ class StoredFrames(Protocol):
     def frame(self, key: ChunkKey) -> AbstractContextManager[memoryview | None]:
         """Read a frame, and verify it. Its memory stays until the end of the context.
 
-        None if it is not there, is damaged, or cannot be read now. Waits for the store; and only for a moment if as
-        many frames are in use as may be at once.
+        None if it is missing or damaged, or cannot be read now. Waits for the store, but only for a moment if the
+        maximum number of frames is in use.
         """
 
 
@@ -55,10 +56,10 @@ class OpenContext:
     layout: ChunkLayout
     #: This engine's share of the tier's capacity in YAML, in bytes of frames. The tier keeps its own frames within it;
     #: a private store deletes frames of other namespaces that would exceed it. For a shared store: the capacity that
-    #: all of its users share, or 0 if the store bounds itself.
+    #: all of its users share, or 0 if the store limits itself.
     capacity: Nbytes = Nbytes(0)
     replica: int = 0  #: this engine's index among those that share the configuration (data parallelism), from 0
-    replicas: int = 1  #: the number of such engines; none may touch another one's frames
+    replicas: int = 1  #: the number of such engines; none may touch the frames of another
     max_frame_nbytes: Nbytes = Nbytes(0)  #: upper bound of the frames that this tier writes; 0: unknown
     #: Bytes of a slot of an arena. The arena's codec decides; by default frames are there as the engine has them.
     slot_nbytes: int = attrs.field(default=attrs.Factory(lambda self: self.layout.frame_nbytes, takes_self=True))
@@ -69,11 +70,13 @@ class OpenContext:
     #: The folder, on a file system in memory, in which an arena's memory outlives this process (`SupportsKeeping`).
     #: None: it does not.
     keep: Path | None = None
-    #: A command opens it to learn whether that works: it makes, changes and removes nothing that others could find.
+    #: A command opens the tier as a trial: it makes, changes and removes nothing that others could find.
     checking: bool = False
     #: For a tier of peers: the sealed frames in the hottest arena, for any thread to read. Their memory may be reused
     #: at any moment: a copy counts only if its key still maps to the same view (``is``) when it is complete.
     sealed: Mapping[ChunkKey, memoryview] = attrs.field(factory=dict, eq=False, repr=False)
+    #: For a tier of peers: append the key of a frame of ``sealed``, on any thread, when another engine has copied it.
+    copied: deque[ChunkKey] = attrs.field(factory=deque, eq=False, repr=False)
     #: For a tier of peers: the frames in this engine's private store tiers that have neither a serializer nor a keyed
     #: seal. Tiers that are opened later are added.
     stored: Sequence[StoredFrames] = attrs.field(factory=list, eq=False, repr=False)

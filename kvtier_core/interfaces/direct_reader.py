@@ -24,12 +24,12 @@ class DirectReader(ProcessBound, abc.ABC):
     """Loads frames of a store into pages, in a worker process of the engine. The store may vanish at any time.
 
     A page is overwritten only with verified bytes, header and payload, that nothing else can change after
-    verification. A missing, damaged or wrong frame fails its job; the engine then computes everything that the job was
-    to load. `kvtier_core.transfer.staged_reader` implements this for any store that can read a range of a frame into
-    memory.
+    verification. A missing, damaged or wrong frame fails its job; the engine then computes everything that the job
+    should have loaded. `kvtier_core.transfer.staged_reader` implements this for any store that can read a range of a
+    frame into memory.
 
     Every method is called on one thread, the one that enqueues the engine's work on its device; all but `wait` and
-    `close` return at once. Job numbers are unique among the jobs under way.
+    `close` return immediately. Job numbers are unique among the jobs under way.
     """
 
     #: The movers that copy verified bytes to the pages; the engine's self-test tries each before the first load.
@@ -37,14 +37,14 @@ class DirectReader(ProcessBound, abc.ABC):
 
     @abc.abstractmethod
     def mark(self) -> object:
-        """A mark behind the work that the engine has enqueued so far, for `load`; see `Mover.mark`."""
+        """A mark after the work that the engine has enqueued so far, for `load`; see `Mover.mark`."""
 
     @abc.abstractmethod
     def load(self, job: int, frames: Sequence[StoredFrame], pages: PageList, after: object = None) -> None:
         """Begin to load ``frames[i]`` into ``pages[i]``, the pages of a chunk.
 
         A page is overwritten after the engine's work up to the mark ``after``, or without a mark after all work
-        enqueued so far. No store under way reads these pages, unless the mark is behind it.
+        enqueued so far. No store under way reads these pages, unless the mark is after it.
         """
 
     @abc.abstractmethod

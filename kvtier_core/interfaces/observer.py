@@ -16,9 +16,9 @@ from kvtier_core.types import Event
 class Observer(ProcessBound, abc.ABC):
     """Receives every event of one engine's stack once, in order.
 
-    Called on a thread of its own: neither the engine nor other observers wait for it. Calls do not overlap. Events are
-    immutable. An observer that raises, or falls tens of thousands of events behind, is dropped; the log says so once,
-    and the engine goes on.
+    Called on its own thread: neither the engine nor other observers wait for it. Calls do not overlap. Events are
+    immutable. An observer that raises, or falls tens of thousands of events behind, is dropped; this is logged once,
+    and the engine continues.
 
     Any release may add kinds of events: ignore unknown ones.
     """

@@ -21,7 +21,7 @@ class Serializer(abc.ABC):
 
     A payload is that of one part of the layout, so payloads have several lengths. Views may begin at any address; those
     of a stack are aligned to `FRAME_ALIGNMENT`, which suits vector instructions. A call allocates other memory that it
-    needs, or takes it from a `kvtier_core.transfer.buffers.Buffers` of the instance, which any thread may use:
+    needs, or takes it from a `kvtier_core.work.buffers.Buffers` of the instance, which any thread may use:
     allocating a frame's length costs more than most encodings.
 
     Every frame carries the identity of its codec, which the core derives from the `SerializerConfig`, and checksums of
@@ -45,7 +45,7 @@ class Serializer(abc.ABC):
         """Decode to the beginning of ``into``, which has the length of the payload, and return the length in bytes.
 
         Keeps no view. Raises BackendError for input that it cannot decode. The input may be any bytes: verify a length
-        in it before allocating that much. If it raises anything, this frame alone is a miss.
+        in it before allocating that much. If it raises anything, only this frame is a miss.
         """
 
 

@@ -20,26 +20,36 @@ from kvtier_core.types import ChunkKey, Location, Namespace, Nbytes
 class Backend(ProcessBound, abc.ABC):
     """Stores frames under keys.
 
-    Called on I/O threads of its tier, and of a tier of peers, concurrently, but never twice at once for the same key.
-    While the tier opens, the owner's thread calls it too. Methods raise BackendError and nothing else. A call may
+    Called on I/O threads of its tier, and of a tier of peers, concurrently, but never twice at the same time for one
+    key. While the tier opens, the owner's thread calls it too. Methods raise BackendError and nothing else. A call may
     block; if the medium permits, it gives up after `OpenContext.timeout`, which covers the whole call. While a call
     takes longer, the tier makes no other.
 
     A *shared* store has no owner: other engines add frames, and frames vanish, at any time.
 
-    - The tier asks for keys that it does not know, and remembers for at most a second that one was absent. It never
+    - The tier asks for keys that it does not know, and remembers an absent key for at most a second. It never
       lists the store and keeps no policy state there.
-    - Nobody deletes frames that others may use. The tier calls neither `delete` nor `scan`, whatever its capacity or
+    - No engine deletes frames that others may use. The tier calls neither `delete` nor `scan`, whatever its capacity or
       epoch; a frame that it cannot use is a miss, stays in place, and is replaced by the next write of its key.
     - Concurrent writers of one key leave the whole frame of one of them; a reader finds a whole frame or none.
     - Each key succeeds or fails alone: if the store cannot serve one key, the others of the batch are served.
     - Unfinished writes of others are left alone as long as they may still be under way.
-    - The store bounds itself: by its own means, or, if the user set a ``capacity``, by `SharedSpace`, in which all of
-      its users account together.
+    - The store limits itself: by its own means, or, if the user set a ``capacity``, by `SharedSpace`, the common
+      account of all its users.
     """
 
     #: The same as its config's.
     shared: ClassVar[bool] = False
+    #: Possible remains of a frame after `erase`, for people; empty if there are none.
+    remains: ClassVar[str] = "the store may keep the bytes of frames that it deleted"
+
+    @property
+    def used(self) -> int | None:
+        """Bytes of all users' frames in a shared store with a ``capacity``, as last reported; None if that is unknown.
+
+        Read on the owner's thread: it makes no call to the store.
+        """
+        return None
 
     @abc.abstractmethod
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
@@ -54,8 +64,8 @@ class Backend(ProcessBound, abc.ABC):
         view is kept.
 
         Returns for each key the length of its frame; 0 if there is none, or if it is longer than its view; or the
-        BackendError that prevents reading this frame alone, now or ever. Such a frame is quarantined and stored again
-        with its chunk; in a shared store it is not asked for again for a second. Its view may hold anything. The stack
+        BackendError that prevents reading only this frame, now or ever. The frame is then quarantined and stored again
+        with its chunk; in a shared store it is not requested again for a second. Its view may hold anything. The stack
         verifies every frame.
 
         Raises BackendError if the store as a whole cannot be read: nothing is deleted, and after repeated errors the
@@ -69,7 +79,7 @@ class Backend(ProcessBound, abc.ABC):
         Readers find a whole frame or none, whatever happens to the process. The length of a frame is a multiple of
         `FRAME_ALIGNMENT`. No view is kept.
 
-        Returns None if all were stored; otherwise for each key None, or the BackendError that kept this frame out.
+        Returns None if all were stored; otherwise for each key None, or the BackendError with which storing it failed.
 
         Raises StoreFull if there is no room although the tier keeps within its capacity: for a while the tier then
         keeps less, and evicts its own frames for new ones. Raises BackendError if the store failed. After either, the
@@ -90,14 +100,29 @@ class Backend(ProcessBound, abc.ABC):
         if not self.shared:
             self.delete(keys)
 
+    def erase(self, keys: Sequence[ChunkKey]) -> None:
+        """Delete frames so that their bytes cannot be read again, except what `remains` names; by default as `delete`.
+
+        A store that keeps damaged frames removes all of its namespace. Not called if the store is shared. Raises
+        BackendError.
+        """
+        self.delete(keys)
+
     def facts(self) -> Mapping[str, str]:
         """Effective values of settings that may differ from the requested ones: ``{"huge_pages": "auto -> no"}``."""
         return {}
 
+    def resize(self, capacity: int) -> None:
+        """Keep within this capacity, in bytes, in place of that in `OpenContext`.
+
+        Called if the config is `BackendConfig.resizable`, on the owner's thread, and returns immediately. The tier
+        deletes the excess frames. By default there is nothing to do.
+        """
+
     def close(self) -> None:
         """Release all threads, descriptors and processes. May be called twice; no other call is under way.
 
-        Later calls raise BackendError, or answer.
+        Later calls raise BackendError, or succeed.
         """
 
 
@@ -122,15 +147,15 @@ class SupportsNamespaces(Protocol):
     def namespaces(self) -> Iterator[Namespace]:
         """The other namespaces that have frames in this store, if it knows their facts.
 
-        Called once, when the tier opens, so that the log can say why an engine starts cold.
+        Called once, when the tier opens, so that the log can state why an engine starts cold.
         """
 
     @abc.abstractmethod
     def drop_namespace(self) -> None:
         """Remove everything of this namespace except frames: its facts, and unfinished writes.
 
-        Called by commands that examine a tier, never by an engine, when all frames are deleted and nobody uses the
-        namespace any more. Raises BackendError.
+        Called by commands that examine a tier, never by an engine, when all frames are deleted and the namespace is no
+        longer used. Raises BackendError.
         """
 
 
@@ -179,8 +204,10 @@ class BackendConfig(abc.ABC):
     #: ``capacity``.
     shared: ClassVar[bool] = False
     #: Are its frames those of other engines? Then the tier reads them there, writes nothing, and shows the others its
-    #: own: `OpenContext.sealed` and `OpenContext.stored`. Such a tier is shared.
+    #: own: `OpenContext.sealed` and `OpenContext.stored`. A tier of peers is shared.
     of_peers: ClassVar[bool] = False
+    #: May ``capacity`` change while the tier is open, unless it is shared? See `Backend.resize`.
+    resizable: ClassVar[bool] = False
     #: Does the reader of `attach_reader` unpack the shards of a packed layout (`Shard.packed`)? A `StagedReader` whose
     #: lanes have a mover of `open_mover` does.
     reads_packed: ClassVar[bool] = False
@@ -211,9 +238,9 @@ class BackendConfig(abc.ABC):
     def apart(self) -> Iterator[BackendConfig]:
         """The store in which `kvtier conform` tries the laws, as a context.
 
-        By default this store itself, with namespaces of its own and unlimited capacity. A store that takes its capacity
-        when it opens yields another one, made in the same place and removed at the end, which is opened with at most
-        256 MiB. Raises BackendError.
+        By default this store itself, with separate namespaces and unlimited capacity. A store that takes its capacity
+        when it opens yields a separate store, made in the same place and removed at the end, which is opened with at
+        most 256 MiB. Raises BackendError.
         """
         yield self
 

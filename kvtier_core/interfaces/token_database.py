@@ -12,7 +12,7 @@ from kvtier_core.types import ChunkKey, Namespace
 
 
 class TokenDatabase(abc.ABC):
-    """Names chunks: the same tokens get the same keys in every process and on every machine.
+    """Names chunks: the same tokens have the same keys in every process and on every machine.
 
     Called on the owner's thread.
     """

@@ -1,8 +1,8 @@
 """Evicts the chunk that is least likely to return soon for the space it takes, by learned odds and Gittins' index.
 
-A chunk's class is how often it was requested so far (once, twice, more), how many chunks were new in the last request
-that named it, by powers of two, and whether the client said of that request that its session ends. For each class a
-life table says what share of the chunks that were idle for a given time returned within the next step of age; it learns
+The class of a chunk is its number of requests so far (one, two, more), the number of new chunks in the last request
+that named it, by powers of two, and whether the client announced with that request the end of its session. For each
+class a life table has the share of chunks idle for a given time that returned within the next step of age; it learns
 from held chunks and from four ghosts for each of them. The index of a class at an age is the best rate, over all
 horizons, of returns per second of space. The lowest index is evicted first, and a newcomer whose index is lower still
 is not admitted. While little is known, odds fall with age, as in `lru`.
@@ -10,7 +10,7 @@ is not admitted. While little is known, odds fall with age, as in `lru`.
 J. C. Gittins, "Bandit processes and dynamic allocation indices" (J. R. Stat. Soc. B 41(2), 1979); E. L. Kaplan and
 P. Meier (J. Am. Stat. Assoc. 53, 1958) for the table. N. Beckmann, H. Chen and A. Cidon, "LHD" (NSDI 2018) rank by
 whole remaining lives instead. O(1) for each key requested, admitted, forgotten or evicted: the keys that one request
-named move from age to age together. After each 64 requests all ranks are computed anew, in about two milliseconds.
+named move from age to age together. After each 64 requests all ranks are computed again, in about two milliseconds.
 csrc/policies/gittins.cpp gives the same answers in every detail, faster and in less memory; it is tested against this.
 """
 
@@ -31,14 +31,14 @@ from kvtier_core.policies.native_counterpart import native_counterpart
 from kvtier_core.types import ChunkKey
 
 _REUSES = 3
-#: How many powers of two of new chunks in a request are told apart.
+#: Number of powers of two of new chunks in a request that are distinguished.
 _SIZES = 10
-#: The hint that no request will continue this one. It is no order: what it is worth is learned.
+#: The hint that no request will continue this one. It is not a command: its value is learned.
 _HINT, _ENDS = "session", "ends"
-#: Ghosts for each held key, and the least number of them that are kept.
+#: Number of ghosts for each held key, and the least number that is kept.
 _GHOSTS = 4
 _FEW = 64
-#: Requests after which the ranks are computed anew, and the factor by which old votes then count less: half after
+#: Requests after which the ranks are computed again, and the factor by which old votes then count less: half after
 #: 50 000 requests.
 _RANKING = 64
 _FADE = 0.9991131650796176
@@ -53,10 +53,10 @@ class GittinsConfig(EvictionConfig):
 
     type: ClassVar[str] = "gittins"
     aliases: ClassVar[tuple[str, ...]] = ("git",)
-    classes: Literal["simple", "full"] = "full"  #: simple: by the number of requests alone
+    classes: Literal["simple", "full"] = "full"  #: simple: only by the number of requests
 
     def open(self) -> EvictionPolicy:
-        """The policy in C++ where that was compiled."""
+        """The policy in C++ if that was compiled."""
         return native_counterpart(Gittins)(sizes=1 if self.classes == "simple" else _SIZES)
 
 
@@ -71,7 +71,7 @@ class _Group:
         self.age = 0  # a step of the life table
         self.held: OrderedDict[ChunkKey, None] = OrderedDict()  # leaf first
         self.ghosts = 0
-        self.named = 1  # how many keys it had at first: the vote is shared among so many
+        self.named = 1  # number of keys that it had at first, which share the vote
 
     @property
     def votes(self) -> int:
@@ -91,7 +91,7 @@ class _Cell:
 
 
 class Gittins(EvictionPolicy):
-    """The policy; ``sizes`` is how many powers of two of new chunks in a request are told apart, 1 to 32."""
+    """The policy; ``sizes`` powers of two of new chunks in a request are distinguished, 1 to 32."""
 
     def __init__(self, sizes: int) -> None:
         self._sizes = sizes
@@ -183,7 +183,7 @@ class Gittins(EvictionPolicy):
     def _leave(self, group: _Group, key: ChunkKey, *, held: bool) -> None:
         before = group.votes
         if held:
-            del group.held[key]  # a KeyError where it is not held, and nothing has changed
+            del group.held[key]  # a KeyError if it is not held, and nothing has changed
         else:
             del self._ghosts[key]
             group.ghosts -= 1

@@ -1,4 +1,4 @@
-"""The odds that a chunk comes back, by its class and by how long it was idle, and the order that follows from them.
+"""The odds that a chunk comes back, by its class and its idle time, and the order that follows from them.
 
 csrc/policies/lifetable.cpp computes the same to the last bit. So the order and precision of each addition are fixed:
 no ``sum`` of floats, which is compensated from Python 3.12 on, and no powers other than of two.
@@ -19,18 +19,18 @@ AGES = len(EDGES) - 1
 _WIDTHS = [end - begin for begin, end in itertools.pairwise(EDGES[:-1])] + [EDGES[-2]]
 _HEADER = struct.Struct("<8sII")
 _MAGIC = b"kvlives1"
-#: Returns that a restored table counts for at most: enough to know the traffic, few enough to learn that it changed.
+#: Maximum weight of a restored table, in returns: enough to know the traffic, few enough to learn that it changed.
 _TRUSTED = 1000.0
-#: How many votes the odds of its family count for in a class, those of all classes in a family, and `_GUESS` in all.
+#: The weight, in votes, of a family's odds in a class, of those of all classes in a family, and of `_GUESS` in all.
 _SHRINK = 20.0
 #: Odds of a return within a step while nothing is known: the rate falls with age.
 _GUESS = [0.17 * width / (begin + width) for begin, width in zip(EDGES, _WIDTHS, strict=False)]
 
 
 class LifeTable:
-    """Votes on lives that ended with a return in some step of age, or went on into the next step.
+    """Votes on lives that ended with a return in some step of age, or continued into the next step.
 
-    There are ``families`` times ``size`` classes. Where a class saw few lives, its odds are pulled towards those of its
+    There are ``families`` times ``size`` classes. If a class saw few lives, its odds are pulled towards those of its
     family, and these towards those of all classes.
     """
 
@@ -38,7 +38,7 @@ class LifeTable:
         self._size = size
         self._returns = [[0.0] * AGES for _ in range(families * size)]
         self._lives = [[0.0] * AGES for _ in range(families * size)]  # that a step saw end, or pass into the next one
-        self.index: list[list[float]] = []  # for each class and age the best rate of returns a second
+        self.index: list[list[float]] = []  # for each class and age the best rate of returns per second
         self.order: list[tuple[int, int]] = []  # classes and ages, the lowest index first
         self.rank_of: list[list[int]] = []
         self.rank([[0.0] * AGES for _ in self._lives])
@@ -106,7 +106,7 @@ def _summed(rows: list[list[float]]) -> list[float]:
 
 
 def _shrunk(returns: list[float], lives: list[float], towards: list[float]) -> list[float]:
-    """Odds of a return within each step, pulled towards others where few lives were seen."""
+    """Odds of a return within each step, pulled towards others if few lives were seen."""
     return [
         (came + _SHRINK * other) / (seen + _SHRINK) for came, seen, other in zip(returns, lives, towards, strict=True)
     ]
@@ -115,8 +115,8 @@ def _shrunk(returns: list[float], lives: list[float], towards: list[float]) -> l
 def _gittins(odds: list[float]) -> list[float]:
     """For each age the best rate of returns over all horizons.
 
-    A chunk's chance to have returned, drawn over the time it was idle, is a curve. The best rate at an age is the slope
-    of the steepest line from that point to a later one: an edge of the upper hull of the rest of the curve.
+    A chunk's chance to have returned, plotted over its idle time, is a curve. The best rate at an age is the slope of
+    the steepest line from that point to a later one: an edge of the upper hull of the rest of the curve.
     """
     points = [(0.0, 0.0)]
     alive = 1.0

@@ -25,7 +25,7 @@ class LruConfig(EvictionConfig):
     type: ClassVar[str] = "lru"
 
     def open(self) -> EvictionPolicy:
-        """The policy in C++ where that was compiled."""
+        """The policy in C++ if that was compiled."""
         return native_counterpart(Lru)()
 
 

@@ -5,23 +5,17 @@ The decision travels with the chunk to every write, so a policy is asked once ab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
 from kvtier_core.errors import ContractError
+from kvtier_core.stack.arena import Arena
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
 
-
-class Level(Protocol):
-    """An arena or a store tier."""
-
-    name: str
-
-    def would_admit(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """The chunks of a path, root first, that this tier would admit now. Has no effect."""
-        ...
+#: A tier of a stack.
+Level = Arena | StoreTier
 
 
 class AdmissionPlan:
@@ -44,7 +38,7 @@ class AdmissionPlan:
         return [key for key in keys if key in admitted]
 
     def add(self, other: AdmissionPlan, keys: Sequence[ChunkKey]) -> None:
-        """Add what another plan decides about ``keys``."""
+        """Add the decisions of another plan about ``keys``."""
         for level, admitted in other._admitted.items():
             mine = admitted.intersection(keys)
             self._admitted.setdefault(level, set()).update(mine)
@@ -53,31 +47,40 @@ class AdmissionPlan:
 
 
 @attrs.frozen
-class _Reservation:
+class Reservation:
+    """The chunks that one holder has reserved, and the tiers below that admitted them."""
+
     since: float
-    parents: dict[ChunkKey, ChunkKey | None] = attrs.field(factory=dict)
+    parents: dict[ChunkKey, ChunkKey | None] = attrs.field(factory=dict)  #: of each chunk
     plan: AdmissionPlan = attrs.field(factory=AdmissionPlan)
+
+    def check_own(self, keys: Collection[ChunkKey]) -> None:
+        """Raise ContractError unless these are different chunks of this reservation."""
+        if len(set(keys)) < len(keys) or not self.parents.keys() >= set(keys):
+            raise ContractError("a chunk is named twice, or this holder has not reserved it")
 
 
 class Reservations:
-    """The reserved chunks of each holder, with their parents and the tiers below that admitted them."""
+    """The reservations of all holders."""
 
     def __init__(self) -> None:
-        self._by_holder: dict[str, _Reservation] = {}
+        self._by_holder: dict[str, Reservation] = {}
+
+    def __contains__(self, holder: str) -> bool:
+        return holder in self._by_holder
 
     def add(self, holder: str, parents: Mapping[ChunkKey, ChunkKey | None], plan: AdmissionPlan, now: float) -> None:
         """``parents`` maps each reserved chunk to its parent; the part of ``plan`` about these chunks is kept."""
         if parents:
-            reservation = self._by_holder.setdefault(holder, _Reservation(now))
+            reservation = self._by_holder.setdefault(holder, Reservation(now))
             reservation.parents.update(parents)
             reservation.plan.add(plan, list(parents))
 
-    def take(self, holder: str) -> tuple[dict[ChunkKey, ChunkKey | None], AdmissionPlan, float]:
-        """The holder's reserved chunks with their parents, the plan, and the time. Raises ContractError if none."""
+    def of(self, holder: str) -> Reservation:
+        """The holder's reservation. Raises ContractError if it has none."""
         if holder not in self._by_holder:
             raise ContractError(f"{holder} has reserved nothing")
-        reservation = self._by_holder.pop(holder)
-        return reservation.parents, reservation.plan, reservation.since
+        return self._by_holder[holder]
 
     def drop(self, holder: str) -> list[ChunkKey]:
         """Forget and return the chunks that a holder has reserved."""

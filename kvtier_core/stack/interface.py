@@ -1,49 +1,44 @@
-"""The interface of a stack to the scheduler side of an engine, wherever the stack lives."""
+"""The interface of a stack to the scheduler side of an engine, wherever the stack is."""
 
 from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces import Medium
-from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
+from kvtier_core.stack.outcomes import ANY, Lookup, Terms, Whereabouts
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
 
 
-class Stack(ProcessBound, abc.ABC, closing={"close": list}):
-    """An ordered stack of tiers. All methods are called on one thread, the owner's, and return without waiting for I/O.
+class Holders(abc.ABC):
+    """The holders of pins and reservations in a stack.
 
-    A *path* is the chunk keys of a prompt, root first. A *holder* is a name that the caller chooses, one for each
-    request or job; every pin and reservation belongs to a holder and lasts until that holder is released. A *salt* is
-    that of the requests that name the path. It is part of the keys that encrypt frames below the arenas, so a path
-    always comes with the same salt.
+    A *holder* is a name that the caller chooses, one for each request or job; every pin and reservation belongs to a
+    holder and lasts until that holder is released.
     """
+
+    @abc.abstractmethod
+    def release(self, holder: str) -> None:
+        """Unpin everything that the holder looked up and free everything that it reserved. Does nothing otherwise."""
+
+
+class Lookups(Holders):
+    """The lookups of requests, and the loads by workers."""
 
     @abc.abstractmethod
     def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
         """A request names this path. Call it once per request: eviction policies learn from it."""
 
     @abc.abstractmethod
-    def lookup(
-        self,
-        path: Sequence[ChunkKey],
-        holder: str,
-        limit: LoadLimit | None = None,
-        salt: bytes = b"",
-        skipped: int = 0,
-        not_direct: Collection[str] = (),
-    ) -> Lookup:
+    def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms = ANY) -> Lookup:
         """Find the leading chunks of a path and pin the READY ones for ``holder``.
 
-        The path may begin after ``skipped`` chunks of the prompt that the engine has. For chunks of several parts, the
-        slots are those needed to continue behind the last restorable chunk.
+        For chunks of several parts, the slots are those needed to continue after the last restorable chunk.
 
-        Chunks below the arenas are requested if they are worth loading within ``limit``; without a limit, all are.
-        `step` begins to read them, and they are pinned for the holder as they arrive. Chunks of the tiers in
-        ``not_direct`` are requested too, even if workers could read them directly. A holder has one path at a time:
-        looking up another path releases the previous one.
+        Chunks below the arenas are requested on these ``terms``. `step` begins to read them, and they are pinned for
+        the holder as they arrive. A holder has one path at a time: looking up another path releases the previous one.
         """
 
     @abc.abstractmethod
@@ -58,6 +53,13 @@ class Stack(ProcessBound, abc.ABC, closing={"close": list}):
         """
 
     @abc.abstractmethod
+    def prefetch(self, path: Sequence[ChunkKey], terms: Terms = ANY) -> None:
+        """A request for this path waits in the engine's queue: promote its chunks from below the arenas.
+
+        Nothing is pinned. Prefetched chunks that no request has used take at most a quarter of the hottest arena.
+        """
+
+    @abc.abstractmethod
     def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
         """The workers begin to read these frames, which a lookup found for the holder. `load_ended` follows."""
 
@@ -65,25 +67,30 @@ class Stack(ProcessBound, abc.ABC, closing={"close": list}):
     def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
         """All workers have finished reading, if they had begun. Call it before `release`.
 
-        ``unread`` holds the frames that some worker could not use, and why; they are no longer found. ``ok`` is False
+        ``unread`` holds those frames that some worker could not use, and why; they are no longer found. ``ok`` is False
         if the load failed, for this or any other reason.
         """
 
-    @abc.abstractmethod
-    def prefetch(self, path: Sequence[ChunkKey], limit: LoadLimit | None = None, salt: bytes = b"") -> None:
-        """A request for this path waits in the engine's queue: bring up its chunks from below the arenas.
 
-        Nothing is pinned. Prefetched chunks that no request has used take at most a quarter of the hottest arena.
-        """
+class Stores(Holders):
+    """The KV that an engine has computed and hands to the stack."""
 
     @abc.abstractmethod
     def reserve(
-        self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"", parts: Sequence[ChunkKey] = ()
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        salt: bytes = b"",
+        parts: Sequence[ChunkKey] = (),
+        promised_to: str = "",
     ) -> dict[ChunkKey, Slot]:
         """Reserve empty slots for leading chunks of a path that have none and are worth storing; evict as needed.
 
-        ``parts`` are the keys of other parts of chunks. They get slots only if all of them fit and their chunks have
-        slots.
+        ``parts`` are the keys of other parts of chunks. Slots are reserved for them only if all of them fit and their
+        chunks have slots.
+
+        ``promised_to`` is the holder for another process that will fetch the path: the chunks are worth storing
+        whatever the hottest arena's policy prefers. From `commit` on they are pinned, until that holder is released.
 
         Fill the slots, then `commit`; or `release` the holder to free them.
         """
@@ -97,52 +104,28 @@ class Stack(ProcessBound, abc.ABC, closing={"close": list}):
     ) -> None:
         """The holder's reserved slots are filled: their chunks become READY and are written to the tiers below.
 
-        The slots of chunks in ``empty`` were not filled and are freed. ``checksums`` holds the CRC-32 of each rank's
-        shard, for chunks that were summed while they were copied.
+        The slots of chunks in ``empty`` were not filled and are freed. ``checksums`` holds the CRC-32 of each shard,
+        for chunks whose checksums were computed during the copy. Chunks that the holder looked up stay pinned.
         """
 
-    @abc.abstractmethod
-    def stop_direct_reads(self, tier: str, why: str) -> None:
-        """The workers cannot read this tier's frames directly: from now on they pass through an arena.
+    def copied(self) -> Collection[ChunkKey]:
+        """The chunks that other engines have copied from the hottest arena since the last call, once for each copy.
 
-        Called before any load from the tier begins. All holders of its frames are released.
+        The oldest are left out if there are too many.
         """
+        return ()
 
-    @abc.abstractmethod
-    def release(self, holder: str) -> None:
-        """Unpin everything that the holder looked up and free everything that it reserved. Does nothing otherwise."""
 
-    @abc.abstractmethod
-    def reserve_self_test_slots(self, holder: str, count: int = 1) -> list[Slot]:
-        """Reserve ``count`` empty slots in each arena for ``holder``. A second call returns the same slots.
-
-        Returns an empty list if an arena cannot free enough slots: ask again later.
-        """
-
-    @abc.abstractmethod
-    def step(self) -> list[Event]:
-        """Process finished I/O, begin requested reads, and return the events since the last call."""
-
-    @abc.abstractmethod
-    def drain(self, timeout: float) -> list[Event]:
-        """Step until nothing is in flight, or ``timeout`` seconds have passed."""
-
-    @abc.abstractmethod
-    def invalidate_all(self, namespace: Namespace) -> None:
-        """Never find anything stored so far again. New frames are sealed under ``namespace``.
-
-        Slots in use stay as they are until their holders are released.
-        """
-
-    @property
-    @abc.abstractmethod
-    def jobs(self) -> int:
-        """Number of jobs queued or running on the I/O threads."""
+class Attachments(Holders):
+    """The access of workers to the memory and the stores of the tiers."""
 
     @property
     @abc.abstractmethod
     def attachment(self) -> int:
         """When this number changes, workers must attach to the tiers again, and earlier lookups cannot be loaded."""
+
+    def attach_again(self) -> None:
+        """A worker could not attach to the tiers: change `attachment` when another attempt is worthwhile."""
 
     @property
     @abc.abstractmethod
@@ -159,10 +142,29 @@ class Stack(ProcessBound, abc.ABC, closing={"close": list}):
     def reader_handles(self) -> dict[str, str]:
         """For each tier that workers read directly, the handle with which they reach its store."""
 
-    @property
     @abc.abstractmethod
-    def media(self) -> dict[str, Medium]:
-        """The medium of each tier by name, hottest first."""
+    def stop_direct_reads(self, tier: str, why: str) -> None:
+        """The workers cannot read this tier's frames directly: from now on they pass through an arena.
+
+        Called before any load from the tier begins. All holders of its frames are released.
+        """
+
+    @abc.abstractmethod
+    def reserve_self_test_slots(self, holder: str, count: int = 1) -> list[Slot]:
+        """Reserve ``count`` empty slots in each arena for ``holder``. A second call returns the same slots.
+
+        A self-test needs at most `ChunkLayout.self_test_slots`.
+
+        Returns an empty list if an arena cannot free enough slots: ask again later.
+        """
+
+
+class Insight(abc.ABC):
+    """Information about a stack, for people and routers. Nothing is pinned, requested or learned."""
+
+    media: Mapping[str, Medium]  #: by tier, hottest first
+    shared: Collection[str] = ()  #: tiers on stores of which nobody knows all contents
+    gaps: int = 0  #: number of times that events may have been lost
 
     @abc.abstractmethod
     def describe(self) -> list[str]:
@@ -174,7 +176,11 @@ class Stack(ProcessBound, abc.ABC, closing={"close": list}):
 
     @abc.abstractmethod
     def whereabouts(self, path: Sequence[ChunkKey]) -> list[Whereabouts]:
-        """Where each chunk of a path is, as far as this engine knows. Nothing is pinned, requested or learned."""
+        """The place of each chunk of a path, to the knowledge of this engine."""
+
+    def ask_whereabouts(self, path: Sequence[ChunkKey], then: Callable[[Sequence[Whereabouts]], object]) -> None:
+        """Have ``then`` called with the whereabouts of a path, now or in a later step."""
+        then(self.whereabouts(path))
 
     @abc.abstractmethod
     def pins_by_holder(self) -> Counter[str]:
@@ -184,7 +190,38 @@ class Stack(ProcessBound, abc.ABC, closing={"close": list}):
     def why_cold(self) -> str:
         """How the most similar namespace differs, if the tiers below hold only frames of others. Otherwise empty.
 
-        Asks the stores on this thread. Call it once, after the stack is opened.
+        Queries the stores on this thread. Call it once, after the stack is opened.
+        """
+
+
+class Stack(ProcessBound, Lookups, Stores, Attachments, Insight, closing={"close": list}):
+    """An ordered stack of tiers. All methods are called on one thread, the owner's, and return without waiting for I/O.
+
+    A *path* is the chunk keys of a prompt, root first. A *salt* is that of the requests that name the path. It is part
+    of the keys that encrypt frames below the arenas, so a path always comes with the same salt.
+
+    A call is done or refused as a whole. One that names a chunk twice, or something that its holder does not have,
+    raises ContractError and changes nothing. If a server refuses a call, the engine logs this.
+    """
+
+    @abc.abstractmethod
+    def step(self) -> list[Event]:
+        """Process finished I/O, begin requested reads, and return the events since the last call."""
+
+    @abc.abstractmethod
+    def drain(self, timeout: float) -> list[Event]:
+        """Step until nothing is in flight, or ``timeout`` seconds have passed."""
+
+    @property
+    @abc.abstractmethod
+    def jobs(self) -> int:
+        """Number of jobs queued or running on the I/O threads."""
+
+    @abc.abstractmethod
+    def invalidate_all(self, namespace: Namespace) -> None:
+        """Never find anything stored so far again. New frames are sealed under ``namespace``.
+
+        Slots in use stay as they are until their holders are released.
         """
 
     @abc.abstractmethod

@@ -13,7 +13,7 @@ from kvtier_core.stack.outcomes import Declined, LoadLimit
 _PROBE_EVERY = 1.0
 #: Bytes of a probe: enough for all threads.
 _PROBE_NBYTES = 16 << 20
-#: A request waits to learn whether a store has chunks if the answer takes at most this share of computing them.
+#: A request waits to learn whether a store has chunks if the answer takes at most this share of their computing time.
 _QUESTION_SHARE = 0.1
 #: After this many bytes, new measurements make up two thirds of the estimate, and older ones one third.
 _MEMORY_NBYTES = 16 << 20
@@ -33,7 +33,7 @@ class StoreSpeed:
     """
 
     def __init__(self) -> None:
-        self.rate: float | None = None  #: bytes a second; None before the first read has ended
+        self.rate: float | None = None  #: bytes per second; None before the first read has ended
         self.answer: float | None = None  #: seconds that a query for keys takes; None before the first answer
         self._queries: list[float] = []  # start times of those without an answer
         self._under_way = 0
@@ -107,7 +107,7 @@ class StoreSpeed:
 
 @attrs.frozen
 class LoadChoice:
-    """How many chunks of a run to load."""
+    """The number of chunks of a run to load."""
 
     chunks: int  #: the number to load while the request waits
     declined: Declined | None = None  #: set if that is 0
@@ -130,9 +130,10 @@ class LoadChooser:
         needed = self._speed.seconds(queued_nbytes + chunks * nbytes)
         if limit is None or (self._may_try(needed, chunks, limit) and limit.wait > 0):
             return LoadChoice(chunks)
-        in_time = int(self._speed.within(limit.wait) - queued_nbytes) // nbytes if limit.wait > 0 else 0
-        fitting = max(0, min(chunks, in_time))
-        if fitting and self._speed.seconds(queued_nbytes + fitting * nbytes) <= fitting * limit.chunk_seconds:
+        in_time = self._speed.within(limit.wait) - queued_nbytes if limit.wait > 0 else 0
+        fitting = int(max(0, min(chunks * nbytes, in_time))) // nbytes
+        takes = self._speed.seconds(queued_nbytes + fitting * nbytes)
+        if fitting and takes is not None and takes <= fitting * limit.chunk_seconds:
             return LoadChoice(fitting)
         declined = Declined(self._tier, chunks, needed, chunks * limit.chunk_seconds)
         return LoadChoice(0, declined)
@@ -147,7 +148,7 @@ class LoadChooser:
         return self._speed.rate is None and (answer or 0.0) <= chunks * limit.chunk_seconds
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
-        """Should a request wait for the store to say whether it has these chunks?"""
+        """Should a request wait for the store's answer whether it has these chunks?"""
         if limit is None:
             return True
         expected = max(self._speed.answer or 0.0, self.silence)

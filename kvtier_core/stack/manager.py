@@ -5,24 +5,25 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import Medium, SupportsNamespaces
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.admission import AdmissionPlan, Reservations
+from kvtier_core.stack.admission import AdmissionPlan, Level, Reservations
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.lookup.boundaries import BoundarySearch
 from kvtier_core.stack.lookup.chain import ChainSearch
 from kvtier_core.stack.lookup.leases import Leases
-from kvtier_core.stack.lookup.search import Query
-from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
+from kvtier_core.stack.outcomes import ANY, Lookup, Terms, Whereabouts
 from kvtier_core.stack.promotion import Promotions
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import WriteThrough
-from kvtier_core.transfer.io_pool import Pool, run
 from kvtier_core.types import (
     KEY_NBYTES,
     ChunkKey,
@@ -31,10 +32,20 @@ from kvtier_core.types import (
     FrameRead,
     Namespace,
     Nbytes,
+    ReadStatus,
     Slot,
     StoredFrame,
     Usage,
 )
+from kvtier_core.work.io_pool import Pool, run
+
+
+class Holds(NamedTuple):
+    """Flags for what one holder has in a stack; all False if it has nothing."""
+
+    looked_up: bool
+    reserved: bool
+    self_test_slots: bool
 
 
 class StorageManager(Stack):
@@ -46,7 +57,7 @@ class StorageManager(Stack):
 
     def __init__(
         self,
-        levels: Sequence[Arena | StoreTier],
+        levels: Sequence[Level],
         *,
         namespace: Namespace,
         layout: ChunkLayout,
@@ -57,14 +68,15 @@ class StorageManager(Stack):
     ):
         """``media`` is by tier name; ``clock`` returns seconds; ``seals_all`` also seals chunks that no tier takes."""
         self._levels = tuple(levels)
-        self._arenas = [level for level in levels if isinstance(level, Arena)]
-        self._tiers = [level for level in levels if isinstance(level, StoreTier)]
-        if not self._arenas or self._levels[0] is not self._arenas[0]:
-            raise ContractError("a stack begins with an arena")
-        self._hot = self._arenas[0]
+        self.arenas: Sequence[Arena] = [level for level in levels if isinstance(level, Arena)]
+        self.tiers: Sequence[StoreTier] = [level for level in levels if isinstance(level, StoreTier)]
+        if not self.arenas or self._levels[0] is not self.arenas[0]:
+            raise ContractError("a stack must begin with an arena")
+        self._hot = self.arenas[0]
         self._layout = layout
         self._pool = pool  # seals frames, and copies them from arena to arena
-        self._media = {level.name: (media or {}).get(level.name, Medium.UNSPECIFIED) for level in levels}
+        self.media = {level.name: (media or {}).get(level.name, Medium.UNSPECIFIED) for level in levels}
+        self.shared = [tier.name for tier in self.tiers if tier.backend.shared]
         self._clock = clock
         self._seals_all = seals_all
         self._events: list[Event] = []
@@ -77,67 +89,71 @@ class StorageManager(Stack):
             make_room=self._make_room,
             report=lambda event: self._events.append(event),
         )
+        self._leases = Leases(self.arenas, self.tiers, unawaited=lambda keys: self._promotions.forget(keys))
         self._promotions = Promotions(
-            self._hot,
-            self._tiers,
-            make_room=self._make_room,
-            arrived=self._promoted,
-            dropped=lambda keys: self._leases.wake(keys),
-            all_wait=lambda: self._leases.all_wait(),
+            self._hot, self.tiers, self._leases, make_room=self._make_room, arrived=self._promoted
         )
         self._reservations = Reservations()
-        self._leases = Leases(self._arenas, self._tiers, unawaited=self._promotions.forget)
-        parts = self._arenas, self._tiers, self._promotions, self._leases
-        self._search = BoundarySearch(*parts, layout) if len(layout.parts) > 1 else ChainSearch(*parts)
+        search = BoundarySearch if len(layout.parts) > 1 else ChainSearch
+        self._search = search(self.arenas, self.tiers, self._promotions, self._leases, layout)
         self._self_test_keys: dict[str, list[ChunkKey]] = {}  # by holder
         self._closed = False
 
     # -- requests ----------------------------------------------------------------------------------
 
     def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
+        self._layout.check_path(path)
         for level in self._levels:
             level.index.request(path, self._clock(), hints or {})
+        self._note(path, salt)
         self._write_through.offer_again(path, salt)
 
-    def lookup(
-        self,
-        path: Sequence[ChunkKey],
-        holder: str,
-        limit: LoadLimit | None = None,
-        salt: bytes = b"",
-        skipped: int = 0,
-        not_direct: Collection[str] = (),
-    ) -> Lookup:
-        return self._search.lookup(Query(path, limit, salt, not_direct, holder, skipped))
+    def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms = ANY) -> Lookup:
+        self._layout.check_path(path)
+        if terms.skipped < 0:
+            raise ContractError(f"expected 0 or more skipped chunks, got {terms.skipped}")
+        return self._search.lookup(path, holder, terms)
 
-    def prefetch(
-        self,
-        path: Sequence[ChunkKey],
-        limit: LoadLimit | None = None,
-        salt: bytes = b"",
-        not_direct: Collection[str] = (),
-    ) -> None:
-        """``not_direct``: as for `lookup`."""
-        self._search.prefetch(Query(path, limit, salt, not_direct))
+    def prefetch(self, path: Sequence[ChunkKey], terms: Terms = ANY) -> None:
+        self._layout.check_path(path)
+        self._note(path, terms.salt)
+        self._search.prefetch(path, terms)
 
     def still_pending(self, holder: str) -> bool:
         return self._leases.still_pending(holder)
 
     def ask_again(self, path: Sequence[ChunkKey]) -> str:
-        asked = [tier.name for tier in self._tiers if tier.ask_again(path)]
+        asked = [tier.name for tier in self.tiers if tier.remote.ask_again(path)]
         return asked[0] if asked else ""
 
     def load_begins(self, frames: Sequence[StoredFrame], holder: str) -> None:
-        for tier in self._tiers:
-            tier.load_begins([frame.key for frame in frames if frame.tier == tier.name], holder)
+        held = self._leases.frames(holder)
+        if len({frame.key for frame in frames}) < len(frames) or any(held.get(each.key) != each for each in frames):
+            raise ContractError("a frame is named twice, or was not found for this holder")
+        if any(tier.direct_reads.reading(holder) for tier in self.tiers):
+            raise ContractError(f"a load of {holder} is in progress")
+        for tier in self.tiers:
+            tier.direct_reads.begin([frame.key for frame in frames if frame.tier == tier.name], holder)
 
     def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
-        for tier in self._tiers:
-            tier.load_ended(holder, unread, ok=ok)
+        reading = {tier: tier.direct_reads.reading(holder) for tier in self.tiers}
+        if not unread.keys() <= set(chain.from_iterable(reading.values())):
+            raise ContractError(f"a frame was not being read for {holder}")
+        if any(read.status is ReadStatus.VERIFIED for read in unread.values()):
+            raise ContractError("a verified frame cannot be unread")
+        for tier, keys in reading.items():
+            tier.direct_reads.end(holder, {key: unread[key] for key in keys if key in unread}, ok=ok)
 
     def stop_direct_reads(self, tier: str, why: str) -> None:
-        next(each for each in self._tiers if each.name == tier).not_direct = why
+        self.store_tier(tier).not_direct = why
         self.release_frames(tier)
+
+    def store_tier(self, name: str) -> StoreTier:
+        """A store tier by its name. Raises ContractError if there is none."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise ContractError(f"no store tier {name}")
 
     def release_frames(self, tier: str, holders: Collection[str] | None = None) -> None:
         """Release the holders, by default all, that hold frames of a tier: their workers cannot read it directly."""
@@ -145,46 +161,61 @@ class StorageManager(Stack):
 
     def release(self, holder: str) -> None:
         self._leases.release(holder)
-        self._hot.abort(self._reservations.drop(holder))
+        self.abort(holder)
         if keys := self._self_test_keys.pop(holder, None):
-            for arena in self._arenas:
+            for arena in self.arenas:
                 arena.abort(keys)
+
+    def holds(self, holder: str) -> Holds:
+        """Flags for what the holder has, until it is released."""
+        return Holds(holder in self._leases, holder in self._reservations, holder in self._self_test_keys)
 
     # -- stores ------------------------------------------------------------------------------------
 
     def reserve(
-        self, path: Sequence[ChunkKey], holder: str, salt: bytes = b"", parts: Sequence[ChunkKey] = ()
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        salt: bytes = b"",
+        parts: Sequence[ChunkKey] = (),
+        promised_to: str = "",
     ) -> dict[ChunkKey, Slot]:
         """Chunks that a tier below admits get a slot in the hottest arena whether or not its own policy agrees."""
+        self._layout.check_path(path, parts)
         absent, parts = self._without_slot(path), self._without_slot(parts)
         plan = self._write_through.plan([*absent, *parts], salt)
         passing = leading_run(absent, plan.keys.__contains__)
         self._make_room(self._hot, len(passing), path)
         reserved = passing[: self._hot.free]
-        self._hot.reserve(reserved)
+        self._hot.reserve(reserved, plan.salts)
         if len(reserved) == len(passing):
-            admitted, evicted = self._hot.admit(absent[len(passing) :], [set(path)])
+            newcomers = absent[len(passing) :]
+            admitted, evicted = self._hot.admit(newcomers, [set(path)], salt, promised=bool(promised_to))
             self.evicted(self._hot, evicted)
-            self._hot.reserve(admitted)
+            self._hot.reserve(admitted, plan.salts)
             reserved += admitted
         parents = dict(zip(path, (None, *path), strict=False))
         if parts:
-            reserved += self._reserve_parts(parts, path)
+            reserved += self._reserve_parts(parts, path, plan.salts)
+        if promised_to:
+            self._leases.promise(reserved, promised_to)
         self._reservations.add(holder, {key: parents.get(key) for key in reserved}, plan, self._clock())
         return dict(zip(reserved, self._hot.slots(reserved), strict=True))
 
-    def _reserve_parts(self, parts: Sequence[ChunkKey], path: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def _reserve_parts(
+        self, parts: Sequence[ChunkKey], path: Sequence[ChunkKey], salts: Mapping[ChunkKey, bytes]
+    ) -> list[ChunkKey]:
         """Reserve slots for parts whose chunks have one: for all of them or none."""
         parts = [part for part in parts if self._hot.has_slot(self._hot.index.chunk_of(part))]
         self._make_room(self._hot, len(parts), path)
         if len(parts) > self._hot.free:
             return []
-        self._hot.reserve(parts)
+        self._hot.reserve(parts, salts)
         return parts
 
     def _without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         absent = list(keys)
-        for arena in self._arenas:
+        for arena in self.arenas:
             absent = arena.without_slot(absent)
         return absent
 
@@ -194,30 +225,52 @@ class StorageManager(Stack):
         checksums: Mapping[ChunkKey, Sequence[int]] | None = None,
         empty: Collection[ChunkKey] = (),
     ) -> None:
-        parents, plan, since = self._reservations.take(holder)
+        reservation, checksums = self._reservations.of(holder), checksums or {}
+        reservation.check_own(empty)
+        reservation.check_own(checksums)
+        self._check_checksums(checksums.values())
+        self._reservations.drop(holder)
         self._hot.abort(empty)
-        for key in empty:
-            del parents[key]
         if empty:
-            why = "it, or one before it, does not fit its slot packed" if self.packed else "its slot was not filled"
+            why = "it, or one before it, exceeds its slot when packed" if self.packed else "its slot was not filled"
             self._report(EventKind.REJECTED, self._hot, list(empty), why=why)
-        kept = self._hot.commit(list(parents), list(parents.values()))
+        filled = dict(reservation.parents)
+        for key in empty:
+            del filled[key]
+        kept = self._hot.commit(list(filled), list(filled.values()))
+        self._leases.keep_promises(kept)
         if kept:
-            self._report(EventKind.STORED, self._hot, kept, seconds=self._clock() - since)
-            self._write_through.begin(kept, checksums or {}, plan, seals_all=self._seals_all)
+            self._report(EventKind.STORED, self._hot, kept, seconds=self._clock() - reservation.since)
+            self._write_through.begin(kept, checksums, reservation.plan, seals_all=self._seals_all)
+
+    def _check_checksums(self, checksums: Iterable[Sequence[int]]) -> None:
+        if any(len(each) != self._layout.shards for each in checksums):
+            raise ContractError(f"expected {self._layout.shards} checksums per chunk, one for each shard")
+        if not all(0 <= checksum < 1 << 32 for checksum in chain.from_iterable(checksums)):
+            raise ContractError("expected 32-bit checksums")
+
+    def abort(self, holder: str) -> None:
+        """Free what the holder has reserved. What it looked up stays pinned."""
+        self._hot.abort(self._reservations.drop(holder))
+
+    def copied(self) -> list[ChunkKey]:
+        copied = self._hot.copied
+        return [copied.popleft() for _ in range(len(copied))]
 
     # -- self-test ---------------------------------------------------------------------------------
 
     def reserve_self_test_slots(self, holder: str, count: int = 1) -> list[Slot]:
+        if not 0 < count <= self._layout.self_test_slots or len(self._self_test_keys.get(holder, "")) not in (0, count):
+            raise ContractError(f"{count} are not the slots of a self-test of these chunks")
         if holder not in self._self_test_keys:
-            for arena in self._arenas:
+            for arena in self.arenas:
                 self._make_room(arena, count, ())
-            if any(arena.free < count for arena in self._arenas):
+            if any(arena.free < count for arena in self.arenas):
                 return []
             self._self_test_keys[holder] = [ChunkKey(secrets.token_bytes(KEY_NBYTES)) for _ in range(count)]
-            for arena in self._arenas:
+            for arena in self.arenas:
                 arena.reserve(self._self_test_keys[holder])
-        return [slot for arena in self._arenas for slot in arena.slots(self._self_test_keys[holder])]
+        return [slot for arena in self.arenas for slot in arena.slots(self._self_test_keys[holder])]
 
     # -- time passes -------------------------------------------------------------------------------
 
@@ -225,9 +278,9 @@ class StorageManager(Stack):
         for pool in self._pools():
             pool.step()
         self._promotions.start(self._search.has_slot)
-        for arena in self._arenas:
+        for arena in self.arenas:
             self._leases.wake(arena.take_settled())
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.poll()
             self._events += tier.events
             tier.events.clear()
@@ -247,37 +300,54 @@ class StorageManager(Stack):
 
     def invalidate_all(self, namespace: Namespace) -> None:
         self._write_through.namespace = namespace
-        for arena in self._arenas:
+        for arena in self.arenas:
             arena.invalidate_all()
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.invalidate_all(namespace)
         self._leases.invalidate_all()
         self._promotions.forget_requests()
 
     def close(self, timeout: float = 5.0) -> list[Event]:
-        """Waits for a store that hangs no longer than ``timeout``, plus one second per tier."""
+        """Waits for a hanging store no longer than ``timeout``, plus one second per tier."""
         if self._closed:
             return []
         self._closed = True
         deadline = time.monotonic() + timeout
+        try:
+            return self.drain(timeout)
+        finally:
+            if self.close_tiers(deadline):
+                self.close_arenas()
+
+    def close_tiers(self, deadline: float) -> bool:
+        """End the threads and close the store tiers, by ``deadline`` or one second each. Any thread may call it.
+
+        False if a thread still runs: it may write to a slot, so the memory is kept until the process ends.
+        """
 
         def left() -> float:
             return max(1.0, deadline - time.monotonic())
 
-        try:
-            return self.drain(timeout)
-        finally:
-            idle = self._pool.close(left())
-            for tier in self._tiers:
-                idle = tier.close(left()) and idle
-            if idle:  # otherwise a thread may still write to a slot, so the memory is kept until the process ends
-                for arena in self._arenas:
-                    arena.memory.close()
+        idle = self._pool.close(left())
+        for tier in self.tiers:
+            idle = tier.close(left()) and idle
+        return idle
 
-    @property
-    def tiers(self) -> Sequence[StoreTier]:
-        """The levels that are store tiers."""
-        return self._tiers
+    def close_arenas(self) -> None:
+        """Give up the memory, which no thread of the stack uses any more."""
+        for arena in self.arenas:
+            if arena.sealed:
+                arena.sealed.clear()  # peers that copy from it check this afterwards
+            arena.memory.close()
+
+    def overwrite(self, views: Sequence[memoryview], then: Callable[[], None]) -> None:
+        """Fill unused slots with zeros, on a thread; ``then`` is called in a later step."""
+
+        def zero() -> None:
+            for view in views:
+                view[:] = bytes(len(view))
+
+        self._pool.submit_store(zero, lambda outcome: then())
 
     # -- information -------------------------------------------------------------------------------
 
@@ -286,9 +356,9 @@ class StorageManager(Stack):
         return sum(pool.jobs for pool in self._pools())
 
     @property
-    def arenas(self) -> Sequence[Arena]:
-        """The levels that are arenas, by number."""
-        return self._arenas
+    def promoting(self) -> int:
+        """Number of chunks on their way into the hottest arena from a store."""
+        return self._promotions.under_way
 
     @property
     def attachment(self) -> int:
@@ -300,15 +370,11 @@ class StorageManager(Stack):
 
     @property
     def handles(self) -> dict[str, str]:
-        return {arena.name: arena.memory.handle for arena in self._arenas}
+        return {arena.name: arena.memory.handle for arena in self.arenas}
 
     @property
     def reader_handles(self) -> dict[str, str]:
-        return {tier.name: tier.reader_handle for tier in self._tiers if tier.is_direct()}
-
-    @property
-    def media(self) -> dict[str, Medium]:
-        return self._media
+        return {tier.name: tier.reader_handle for tier in self.tiers if tier.is_direct()}
 
     def describe(self, not_direct: Mapping[str, str] | None = None) -> list[str]:
         """``not_direct``: the tiers that an engine's workers cannot read directly, and why."""
@@ -317,7 +383,7 @@ class StorageManager(Stack):
             facts = (level.memory if isinstance(level, Arena) else level.backend).facts()
             usage = level.usage()
             words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held"]
-            if isinstance(level, StoreTier) and level.backend.shared:
+            if level.name in self.shared:
                 words = ["shared with other engines"]  # whose frames this engine does not count
             if isinstance(level, StoreTier) and not level.lossless:
                 words.append("lossy: answers may differ")
@@ -337,16 +403,16 @@ class StorageManager(Stack):
         return [self._search.whereabouts(key) for key in path]
 
     def pins_by_holder(self) -> Counter[str]:
-        return sum((arena.pins_by_holder() for arena in self._arenas), Counter())
+        return sum((arena.pins_by_holder() for arena in self.arenas), Counter())
 
     def why_cold(self) -> str:
-        if any(len(tier.index) for tier in self._tiers):
+        if any(len(tier.index) for tier in self.tiers):
             return ""
         others = [
             (len(differences), tier.name, differences)
-            for tier in self._tiers
+            for tier in self.tiers
             if isinstance(tier.backend, SupportsNamespaces)
-            for other in run(lambda tier=tier: list(tier.backend.namespaces())).value or ()
+            for other in run(partial(_namespaces, tier.backend)).value or ()
             if (differences := tier.namespace.differences(other))
         ]
         if not others:
@@ -357,6 +423,10 @@ class StorageManager(Stack):
         return f"{tier} holds another namespace: {name} was {there or 'not there'}, is {here or 'not there'}{more}"
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _note(self, path: Sequence[ChunkKey], salt: bytes) -> None:
+        for tier in self.tiers if salt else ():
+            tier.index.note(dict.fromkeys(path, salt))
 
     def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey], salts: Mapping[ChunkKey, bytes]) -> None:
         """Chunks were promoted from a tier: pin them for waiting holders and write them to the tiers in between."""
@@ -377,10 +447,14 @@ class StorageManager(Stack):
             self._report(EventKind.EVICTED, arena, keys, why=why)
 
     def _pools(self) -> list[Pool]:
-        return [self._pool, *(tier.pool for tier in self._tiers)]
+        return [self._pool, *(tier.pool for tier in self.tiers)]
 
     def _report(
         self, kind: EventKind, arena: Arena, keys: Sequence[ChunkKey], why: str = "", seconds: float = 0.0
     ) -> None:
         nbytes = self._layout.payloads_nbytes(keys)
         self._events.append(Event(kind, arena.name, tuple(keys), nbytes, why, seconds))
+
+
+def _namespaces(backend: SupportsNamespaces) -> list[Namespace]:
+    return list(backend.namespaces())

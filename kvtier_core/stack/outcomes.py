@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
+from kvtier_core.errors import ContractError
 from kvtier_core.types import Slot, StoredFrame
+
+#: The largest time of a limit, in seconds: no number of chunks makes it infinite, which would end a lookup half done.
+_LONGEST = 1e100
 
 
 @attrs.frozen
 class LoadLimit:
-    """What waiting for chunks below the arenas may cost a request."""
+    """The limit on a request's wait for chunks below the arenas."""
 
     chunk_seconds: float  #: the engine's time to compute one chunk
     wait: float  #: seconds that the request may still wait
+
+
+def _names(tiers: Iterable[str]) -> tuple[str, ...]:
+    return tuple(tiers)
+
+
+@attrs.frozen
+class Terms:
+    """The terms of a lookup, besides the path and its holder. Raises ContractError for a limit over 1e100 s."""
+
+    #: Chunks below the arenas are requested if loading them is worth it within this limit; None: all of them.
+    limit: LoadLimit | None = None
+    salt: bytes = b""  #: that of the requests that name the path
+    skipped: int = 0  #: chunks of the prompt before the path, which the engine has
+    #: Tiers whose frames must pass through an arena, even if workers can read them directly.
+    not_direct: Sequence[str] = attrs.field(default=(), converter=_names)
+
+    def __attrs_post_init__(self) -> None:
+        times = attrs.astuple(self.limit) if self.limit else ()
+        if not all(abs(seconds) <= _LONGEST for seconds in times):
+            raise ContractError(f"expected times of at most {_LONGEST:g} s, got {self.limit}")
+
+
+#: No limit: every chunk below is worth loading.
+ANY = Terms()
+
+
+@attrs.frozen
+class Arriving:
+    """Chunks on their way into an arena, or that a store is being asked for: look again after a step."""
+
+    chunks: int
+    tier: str = ""  #: the tier that the first one comes from, or that was asked for it
+    silence: float = 0.0  #: seconds for which that tier's store has owed an answer or delivered nothing
+
+
+@attrs.frozen
+class Missing:
+    """A chunk that is not found."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return self.why
+
+
+@attrs.frozen
+class TooSmall:
+    """Chunks that do not fit in the hottest arena beside those found, even if no one else uses it."""
+
+    arena: str
+    chunks: int
+
+    def __str__(self) -> str:
+        return f"{self.arena} is too small for {self.chunks} more of this prompt's chunks"
 
 
 @attrs.frozen
@@ -49,19 +108,25 @@ class Lookup:
     #: Empty: slot ``i`` holds the only part of chunk ``i``.
     parts: Sequence[tuple[int, int]] = ()
     chunks: int = 0  #: number of leading chunks that loading the slots restores
-    chain: int = 0  #: number of leading chunks that are held, even if no request can continue behind the last one
-    exact: int = 0  #: number of leading slots that are as an engine computed them; the rest passed a lossy codec
-    pending: int = 0  #: chunks after those, some still on their way into an arena: look again after a step
-    awaited: str = ""  #: the tier that the first pending chunk comes from, or that was asked for it
-    silence: float = 0.0  #: seconds for which that tier's store has owed an answer or delivered nothing
-    declined: Declined | None = None  #: further chunks that are not worth loading
-    unfitting: int = 0  #: further chunks that do not fit in the hottest arena beside these, even if no one else uses it
-    miss_reason: str = ""  #: why the next chunk is not found; empty if the whole path is
+    chain: int = 0  #: number of leading chunks that are held, even if no request can continue after the last one
+    exact: int = 0  #: number of leading slots as an engine computed them; the rest passed through a lossy codec
+    arriving: Arriving | None = None  #: the following chunks that are worth waiting for
+    rest: Declined | TooSmall | Missing | None = None  #: why the next chunk is not found; None: the path ends here
+
+    @property
+    def pending(self) -> int:
+        """Number of chunks that are on their way."""
+        return self.arriving.chunks if self.arriving else 0
+
+    @property
+    def miss_reason(self) -> str:
+        """Why the next chunk is not found; empty if the whole path is."""
+        return "" if self.rest is None else str(self.rest)
 
 
 @attrs.frozen
 class Whereabouts:
-    """Where one chunk is now."""
+    """The place of one chunk now."""
 
     tiers: tuple[str, ...]  #: the tiers it can be loaded from, hottest first
     miss_reason: str = ""  #: why no tier can supply it

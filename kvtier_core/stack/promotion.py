@@ -9,12 +9,15 @@ import attrs
 
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.outcomes import Declined, LoadLimit
+from kvtier_core.stack.lookup.leases import Leases
+from kvtier_core.stack.outcomes import Declined, Terms
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.write_through import MakeRoom
 from kvtier_core.types import ChunkKey
 
-#: ``arrived(tier, keys, salts)``: these are READY and sealed. ``salts`` is for those whose requests have one.
+#: Maximum of reads of a tier that one step begins; the next one continues. More would take more than two ms.
+_AT_ONCE = 256
+#: ``arrived(tier, keys, salts)``: these chunks are READY and sealed. ``salts`` is for those whose requests have one.
 Arrived = Callable[[StoreTier, Sequence[ChunkKey], Mapping[ChunkKey, bytes]], None]
 #: Does this chunk have a slot in an arena?
 Taken = Callable[[ChunkKey], bool]
@@ -34,8 +37,7 @@ class _Request:
     """A chunk that a path names."""
 
     parent: ChunkKey | None
-    salt: bytes
-    limit: LoadLimit | None
+    terms: Terms
     tier: str = ""  #: its source
 
 
@@ -46,26 +48,20 @@ class Promotions:
         self,
         hot: Arena,
         tiers: Sequence[StoreTier],
+        leases: Leases,
         *,
         make_room: MakeRoom,
         arrived: Arrived,
-        dropped: Callable[[Sequence[ChunkKey]], None],
-        all_wait: Callable[[], bool],
     ):
-        """``dropped`` is called with chunks that were requested, or asked for, and will not come.
-
-        ``all_wait()``: does everybody who has pinned a slot wait for a chunk?
-        """
         self.rejected: set[ChunkKey] = set()  #: requests of the last step that found no room
-        #: Those that will find none before a request that has slots goes on without the rest.
+        #: Requests that will find no room before a request that has slots continues without the rest.
         self.deadlocked: set[ChunkKey] = set()
         #: Declined chunks that are read anyway, to measure their store again. No request waits for them.
         self.probes: set[ChunkKey] = set()
         self._hot = hot
+        self._leases = leases
         self._make_room = make_room
         self._arrived = arrived
-        self._dropped = dropped
-        self._all_wait = all_wait
         self._queues: dict[StoreTier, OrderedDict[ChunkKey, _Request]] = {tier: OrderedDict() for tier in tiers}
         self._unawaited: set[ChunkKey] = set()
         self._reading: dict[ChunkKey, _Request] = {}
@@ -80,19 +76,11 @@ class Promotions:
         """The tier that a chunk is being read from; empty if none."""
         return self._reading[key].tier if key in self._reading else ""
 
-    def request(
-        self,
-        path: Sequence[ChunkKey],
-        at: int,
-        taken: Taken,
-        limit: LoadLimit | None = None,
-        salt: bytes = b"",
-        not_direct: Collection[str] = (),
-    ) -> Requested:
+    def request(self, path: Sequence[ChunkKey], at: int, taken: Taken, terms: Terms) -> Requested:
         """Request the run of chunks from ``at`` on that one tier can deliver, or may be able to.
 
         Stops before the first chunk that is ``taken`` or was just rejected. Chunks that workers read directly are not
-        requested, unless their tier is in ``not_direct``.
+        requested, unless ``terms`` name their tier.
         """
 
         def blocked(key: ChunkKey) -> bool:
@@ -101,28 +89,23 @@ class Promotions:
         if blocked(path[at]):
             return Requested()
         for tier in self._queues:
-            if not tier.is_direct(not_direct) and (run := tier.readable(path, at)):
+            if not tier.is_direct(terms.not_direct) and (run := tier.readable(path, at)):
                 keys = leading_run(path[at : at + run], lambda key: not blocked(key))
-                choice = tier.choose(len(keys), limit)
-                self._add(tier, _named(path, at, choice.chunks, limit, salt))
+                choice = tier.choose(len(keys), terms.limit)
+                self._add(tier, _named(path, at, choice.chunks, terms))
                 return Requested(choice.chunks, tier.name, choice.declined)
-        return self._ask(path, at, limit, salt)
+        return self._ask(path, at, terms)
 
     def bring(
-        self,
-        tier: StoreTier,
-        keys: Sequence[ChunkKey],
-        parents: Iterable[ChunkKey | None],
-        limit: LoadLimit | None,
-        salt: bytes,
+        self, tier: StoreTier, keys: Sequence[ChunkKey], parents: Iterable[ChunkKey | None], terms: Terms
     ) -> None:
         """Request chunks, or parts of chunks, from a tier that can deliver them. Extra ``parents`` are ignored."""
-        self._add(tier, {key: _Request(parent, salt, limit) for key, parent in zip(keys, parents, strict=False)})
+        self._add(tier, {key: _Request(parent, terms) for key, parent in zip(keys, parents, strict=False)})
 
     def probe(self, tier: StoreTier, keys: Sequence[ChunkKey], parents: Iterable[ChunkKey | None], salt: bytes) -> None:
         """A tier's chunks were declined: request some if its store is due to be measured again."""
         probes = keys[: tier.probe(len(keys))]
-        self.bring(tier, probes, parents, None, salt)
+        self.bring(tier, probes, parents, Terms(salt=salt))
         self.probes.update(probes)
 
     def start(self, taken: Taken) -> None:
@@ -161,7 +144,7 @@ class Promotions:
             dropped += queue
             queue.clear()
         requests: dict[ChunkKey, _Request] = {}
-        room = tier.may_read(self._hot.memory.slot_nbytes)
+        room = min(_AT_ONCE, tier.may_read(self._hot.memory.slot_nbytes))
         while queue and len(requests) < room:
             key, request = queue.popitem(last=False)
             if not tier.has(key):
@@ -170,25 +153,24 @@ class Promotions:
                 requests[key] = request
         self._make_room(self._hot, len(requests), ())
         fitting = list(requests)[: self._hot.free]
-        self._hot.reserve(fitting)
+        salts = {key: requests[key].terms.salt for key in fitting if requests[key].terms.salt}
+        self._hot.reserve(fitting, salts)
         begun = tier.read(
-            [(key, self._hot.view(key)) for key in fitting],
-            lambda good, bad: self._read(tier, good, bad),
-            {key: requests[key].salt for key in fitting if requests[key].salt},
+            [(key, self._hot.view(key)) for key in fitting], lambda good, bad: self._read(tier, good, bad), salts
         )
         self._reading.update((key, attrs.evolve(requests[key], tier=tier.name)) for key in begun)
         self._hot.abort(_without(fitting, set(begun)))
         lacking = list(requests)[len(fitting) :]
         self.rejected.update(lacking)
-        if lacking and not self._hot.reserved and self._all_wait():
+        if lacking and not self._hot.reserved and self._leases.all_wait():
             self.deadlocked.update(lacking)
-        self._dropped([*dropped, *_without(requests, set(begun))])
+        self._leases.wake([*dropped, *_without(requests, set(begun))])
 
-    def _ask(self, path: Sequence[ChunkKey], at: int, limit: LoadLimit | None, salt: bytes) -> Requested:
-        """Ask all shared stores at once for the chunks of a path that no index has."""
-        runs = {tier: tier.request_lookup(path, at) for tier in self._queues}
-        self._queries.update(_named(path, at, max(runs.values(), default=0), limit, salt))
-        awaited = [tier for tier in self._queues if runs[tier] and tier.worth_asking(runs[tier], limit)]
+    def _ask(self, path: Sequence[ChunkKey], at: int, terms: Terms) -> Requested:
+        """Ask all shared stores at the same time for the chunks of a path that no index has."""
+        runs = {tier: tier.remote.request(path, at) for tier in self._queues}
+        self._queries.update(_named(path, at, max(runs.values(), default=0), terms))
+        awaited = [tier for tier in self._queues if runs[tier] and tier.chooser.worth_asking(runs[tier], terms.limit)]
         if not awaited:
             return Requested()
         return Requested(max(runs[tier] for tier in awaited), awaited[0].name)
@@ -196,22 +178,22 @@ class Promotions:
     def _take_answers(self, taken: Taken) -> None:
         """Request the chunks that stores were asked for and have, if they are worth loading.
 
-        No request need name the path again. Chunks behind a missing one are left alone.
+        No request need name the path again. Chunks after a missing one are left alone.
         """
         for tier in self._queues:
-            answered, found = tier.take_answers()
+            answered, found = tier.remote.take_answers()
             requested: dict[ChunkKey, _Request] = {}
             for key in found:
                 query = self._queries.get(key)
                 if query and not taken(key) and self._continues(query.parent, requested, taken):
                     requested[key] = query
             if requested and not tier.is_direct():
-                choice = tier.choose(len(requested), next(iter(requested.values())).limit)
+                choice = tier.choose(len(requested), next(iter(requested.values())).terms.limit)
                 self._add(tier, dict(list(requested.items())[: choice.chunks]))
             for key in answered:
-                if not any(each.is_asked(key) for each in self._queues):
+                if not any(key in each.remote for each in self._queues):
                     self._queries.pop(key, None)
-            self._dropped([key for key in answered if key not in self._queues[tier]])
+            self._leases.wake([key for key in answered if key not in self._queues[tier]])
 
     def _continues(self, parent: ChunkKey | None, found: Container[ChunkKey], taken: Taken) -> bool:
         """Is this chunk, and so every chunk before it, in an arena or on its way there?"""
@@ -229,16 +211,14 @@ class Promotions:
             del self._reading[key]
         read = {key: self._reading.pop(key) for key in good}
         if kept := self._hot.commit(good, [request.parent for request in read.values()], exact=tier.lossless):
-            self._arrived(tier, kept, {key: read[key].salt for key in kept if read[key].salt})
+            self._arrived(tier, kept, {key: read[key].terms.salt for key in kept if read[key].terms.salt})
 
 
-def _named(
-    path: Sequence[ChunkKey], at: int, chunks: int, limit: LoadLimit | None, salt: bytes
-) -> dict[ChunkKey, _Request]:
+def _named(path: Sequence[ChunkKey], at: int, chunks: int, terms: Terms) -> dict[ChunkKey, _Request]:
     """The requests for ``chunks`` chunks of a path from ``at`` on."""
     keys = path[at : at + chunks]
     parents = [path[at - 1] if at else None, *keys]
-    return {key: _Request(parent, salt, limit) for key, parent in zip(keys, parents, strict=False)}
+    return {key: _Request(parent, terms) for key, parent in zip(keys, parents, strict=False)}
 
 
 def _without(keys: Iterable[ChunkKey], others: Container[ChunkKey]) -> list[ChunkKey]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier_core.frames.format import seal_part
 from kvtier_core.frames.identity import codec_of_slots, namespace_of_slots
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.admission import AdmissionPlan
+from kvtier_core.stack.admission import AdmissionPlan, Level
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.stack.store_tier.writes import FrameWrite
-from kvtier_core.transfer.io_pool import Outcome, Pool
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Slot
+from kvtier_core.work.io_pool import Outcome, Pool
 
 #: Bytes of the slots that one job seals.
 _SEAL_NBYTES = 16 << 20
@@ -29,7 +30,7 @@ class WriteThrough:
     def __init__(
         self,
         hot: Arena,
-        below: Sequence[Arena | StoreTier],
+        below: Sequence[Level],
         *,
         namespace: Namespace,
         layout: ChunkLayout,
@@ -77,21 +78,21 @@ class WriteThrough:
             work = [(key, self._hot.view(key), checksums.get(key, ())) for key in group]
             self._sealing.update(group)
             self._pool.submit_store(
-                lambda work=work, namespace=self.namespace: self._seal(work, namespace),
-                lambda outcome, group=group, slots=slots: self._sealed(group, slots, plan, outcome),
+                functools.partial(self._seal, work, self.namespace),
+                functools.partial(self._sealed, group, slots, plan),
             )
 
     def write(self, keys: Sequence[ChunkKey], plan: AdmissionPlan) -> None:
         """Write sealed chunks to the tiers that ``plan`` names for each. Every write has its own pin.
 
-        Chunks that passed a lossy codec are not written anywhere: readers would take them for exact ones.
+        Chunks that passed through a lossy codec are not written anywhere: readers would mistake them for exact ones.
         """
         for level in self._below:
             admitted = plan.keys_for(level, self._hot.exact(keys))
             if not admitted:
                 continue
             if isinstance(level, Arena):
-                self._copy(admitted, level)
+                self._copy(admitted, level, plan.salts)
             else:
                 self._write(admitted, level, plan.salts)
 
@@ -115,7 +116,7 @@ class WriteThrough:
         pins = dict(zip(keys, self._hot.pin(keys, tier.name), strict=True))
         tier.write(
             [FrameWrite(key, self._parent(key), self._hot.view(key), salts.get(key, b"")) for key in keys],
-            lambda key: self._hot.unpin([pins[key]], tier.name),
+            lambda released: self._hot.unpin([pins[key] for key in released], tier.name),
         )
 
     def _parent(self, key: ChunkKey) -> ChunkKey | None:
@@ -123,14 +124,14 @@ class WriteThrough:
         chunk = self._hot.index.chunk_of(key)
         return self._hot.index.resident.parent(key) if chunk == key else chunk
 
-    def _copy(self, keys: Sequence[ChunkKey], arena: Arena) -> None:
+    def _copy(self, keys: Sequence[ChunkKey], arena: Arena, salts: Mapping[ChunkKey, bytes]) -> None:
         """Copy chunks from the hottest arena to another one."""
         keys = arena.without_slot(keys)
         self._make_room(arena, len(keys), keys)
         keys = keys[: arena.free]
         if not keys:
             return
-        arena.reserve(keys)
+        arena.reserve(keys, salts)
         slots = self._hot.pin(keys, arena.name)
         copies = [(arena.view(key), self._hot.view(key)) for key in keys]
         parents = [self._hot.index.resident.parent(key) for key in keys]

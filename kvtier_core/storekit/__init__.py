@@ -1,1 +1,1 @@
-"""The parts that stores share, ours and others': folders and locks, files and disks, facts, shared capacity."""
+"""The common parts of stores, ours and others': folders and locks, files and disks, facts, shared capacity."""

@@ -1,4 +1,4 @@
-"""How files in a folder are accessed, and whether the device behind them still answers. Raises OSError."""
+"""How files in a folder are accessed, and a check that their device still answers. Raises OSError."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvtier_core.storekit.files import bounce, ring_works
 from kvtier_core.storekit.folder import Folder
 from kvtier_core.types import FRAME_ALIGNMENT
 
-#: The names of probes begin so.
+#: The beginning of the names of probes.
 PROBE = ".kvtier-probe"
 
-#: Errors that one frame may cause by itself, if the device still answers. All others are the whole store's.
+#: Errors that one frame may cause by itself, if the device still answers. All others concern the whole store.
 OF_ONE_FRAME = {
     errno.EACCES,
     errno.EBADMSG,  # the file system's checksum is wrong
@@ -38,7 +38,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 def effective_access(path: Path, folder: Folder, *, direct: str, io: str) -> tuple[bool, bool]:
     """O_DIRECT and io_uring in ``folder``, on or off, given ``direct: auto|on|off`` and ``io: auto|io_uring|calls``.
 
-    ``path`` names the folder in errors. Raises BackendError if a setting asks for what is not available here.
+    ``path`` names the folder in errors. Raises BackendError if a setting requires what is not available here.
     """
     bypass = _effective_direct(path, folder, direct)
     return bypass, _effective_ring(path, io, direct=bypass)
@@ -53,8 +53,8 @@ def _effective_direct(path: Path, folder: Folder, asked: str) -> bool:
     except OSError as error:
         if asked == "on":
             raise BackendError(
-                f"{path}: direct is on, but no page can be written past the page cache: "
-                f"{error.strerror}; with direct: auto the page cache is used"
+                f"{path}: direct is on, but writes cannot bypass the page cache: "
+                f"{error.strerror}; direct: auto uses the page cache"
             ) from error
         return False
     return True
@@ -67,13 +67,13 @@ def _effective_ring(path: Path, asked: str, *, direct: bool) -> bool:
     if asked == "io_uring" and not ring:
         raise BackendError(
             f"{path}: io is io_uring, which is not available: kvtier was built without it, or the "
-            "kernel or a container's rules forbid it; with io: auto plain calls are used"
+            "kernel or a container's rules forbid it; io: auto uses plain calls"
         )
     return ring
 
 
 def raise_if_store_failed(outcomes: Sequence[object], folder: Folder) -> None:
-    """Raise the first OSError among the outcomes that is not one frame's own: the device must still answer."""
+    """Raise the first OSError that concerns the whole store. After errors of frames the device must still answer."""
     failures = [outcome for outcome in outcomes if isinstance(outcome, OSError)]
     for failure in failures:
         if failure.errno not in OF_ONE_FRAME:
@@ -103,7 +103,7 @@ def remove_probes(folder: Folder) -> None:
 
 
 def new_file(folder: Folder, name: str, flags: int) -> int:
-    """A descriptor of a new file. What already has its name is removed and not written to."""
+    """A descriptor of a new file. Anything that has its name is removed, not written to."""
     try:
         return folder.open(name, flags | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
@@ -124,7 +124,7 @@ def _there_and_back(folder: Folder, flags: int) -> None:
 
 @contextlib.contextmanager
 def _probe(folder: Folder, flags: int) -> Iterator[int]:
-    """A new file that is removed afterwards; each has a name of its own."""
+    """A new file that is removed afterwards; each has its own name."""
     name = f"{PROBE}-{secrets.token_hex(8)}"
     try:
         fd = new_file(folder, name, os.O_RDWR | flags)

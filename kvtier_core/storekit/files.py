@@ -1,4 +1,4 @@
-"""Reads and writes extents of many files: with io_uring all at once, else one after the other."""
+"""Reads and writes extents of many files: with io_uring all together, otherwise one after the other."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from kvtier_core.types import FRAME_ALIGNMENT
 
 _Move = Callable[[Sequence[int], Sequence[memoryview], Sequence[int]], list[int] | None]
 
-_ring_works: Callable[[], bool] = choose("ring_works", lambda: False)
+#: Is io_uring compiled in, and allowed by this kernel and its security policy?
+ring_works: Callable[[], bool] = choose("ring_works", lambda: False)
 _read_files: _Move = choose("read_files", lambda fds, into, at: None)
 _write_files: _Move = choose("write_files", lambda fds, views, at: None)
-
-
-def ring_works() -> bool:
-    """Is io_uring compiled in, and allowed by this kernel and its security policy?"""
-    return _ring_works()
 
 
 def read_files(
@@ -32,15 +28,15 @@ def read_files(
     fds
         Files that are open for reading, without O_NONBLOCK.
     into
-        Where to. With O_DIRECT, each is a multiple of `FRAME_ALIGNMENT` bytes long.
+        The views to fill. With O_DIRECT, each is a multiple of `FRAME_ALIGNMENT` bytes long.
     ring
-        With io_uring, where the calling thread gets a ring.
+        Use io_uring, if the calling thread can have a ring.
     direct
-        The files are open with O_DIRECT: what is read into a view that is not aligned is copied there.
+        The files are open with O_DIRECT: data for a view that is not aligned is read elsewhere and copied.
     at
-        Where in each file to begin, with O_DIRECT at a multiple of `FRAME_ALIGNMENT`; by default at its beginning.
+        The offset in each file, with O_DIRECT a multiple of `FRAME_ALIGNMENT`; by default 0.
 
-    Returns for each file the bytes read, fewer than its view only where the file ends before, or the OSError.
+    Returns for each file the bytes read, fewer than its view has only if the file ends earlier, or the OSError.
     """
     at = [0] * len(fds) if at is None else at
     buffers = [bounce(len(view)) if direct and not _is_aligned(view) else view for view in into]
@@ -107,7 +103,7 @@ def _is_aligned(view: memoryview) -> bool:
 
 
 def _moved(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, at: int) -> int | OSError:
-    """The bytes moved, fewer than the view has only where the file ends; or the error."""
+    """The bytes moved, fewer than the view has only if the file ends; or the error."""
     done = 0
     try:
         while done < len(view) and (count := call(fd, [view[done:]], at + done)):

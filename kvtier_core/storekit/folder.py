@@ -2,9 +2,9 @@
 
 In a folder no link is followed, and no open waits for the other end of a pipe.
 
-Others may write to a folder *above*, as to the root of a pod's volume. They can rename the folder, or put a link or a
-folder of theirs in its place. Links there are not followed and folders of others are refused, so all that a path can
-lead to is a folder of this user that lay beside: nobody else has put files into it, and each frame says whose it is.
+Others may write to a folder *above*, such as the root of a pod's volume. They can rename the folder, or put a link or
+their own folder in its place. Links there are not followed and folders of others are refused, so a path can lead only
+to another folder of this user beside it: no one else wrote there, and each frame names its namespace.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
@@ -35,7 +38,7 @@ logger = logging.getLogger("kvtier")
 def place_in(path: Path) -> Path:
     """The folder that a tier with this path uses: ``path``, or one of this user in it.
 
-    The latter if others may write to ``path``, and it is the root of a volume, as that of a pod's emptyDir.
+    The latter if others may write to ``path``, and it is the root of a volume, such as a pod's emptyDir.
     """
     shared = os.path.ismount(path) and path.lstat().st_mode & 0o022
     return path / f"kvtier-{os.geteuid()}" if shared else path
@@ -48,9 +51,22 @@ def own_folder(path: Path, ctx: OpenContext) -> Path:
 
 
 def own_folders(path: Path) -> list[Path]:
-    """All that `own_folder` may have returned."""
+    """All folders that `own_folder` may have returned."""
     path = place_in(path)
     return [path, *sorted(path.glob(f"{_REPLICA}[0-9]*"))]
+
+
+def folders(settings: Any) -> list[Path]:
+    """The paths among the settings of a tier, an observer or a recorder."""
+    settings = getattr(settings, "config", settings)
+    values = [getattr(settings, field.name) for field in attrs.fields(type(settings))] if settings else []
+    several = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [place_in(each) for value in several for each in value if isinstance(each, Path)]
+
+
+def nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
 
 
 class NoFile(BackendError):
@@ -72,11 +88,11 @@ class Folder:
     def at(cls, path: Path, *, make: bool = False) -> Folder:
         """The folder that the path leads to now. Raises BackendError if others than this user may write to it.
 
-        With ``make``, it and the folders above are made as far as they are missing, and it is closed again if kubelet
-        has opened it to its group.
+        With ``make``, it and the folders above are made if they are missing, and it is closed again if kubelet has
+        opened it to its group.
         """
         found = cls(os.open("/", _ON_THE_WAY), "/")
-        names = list(path.absolute().parts[:0:-1])  # to go, the next one last
+        names = list(path.absolute().parts[:0:-1])  # still to enter, the next one last
         links = 0
         while names:
             name = names.pop()
@@ -89,14 +105,14 @@ class Folder:
                 names += reversed(Path(found._link(name)).parts)
         if make and found._close_to_group():
             logger.warning(
-                "kvtier: %s: was opened to its group, as kubelet opens a volume with fsGroup; files that the group "
-                "could have changed are not used; to keep them, write fsGroupChangePolicy: OnRootMismatch "
+                "kvtier: %s: was made writable by its group, as kubelet does with fsGroup; files that the group "
+                "could have changed are not used; to keep them, set fsGroupChangePolicy: OnRootMismatch "
                 "in the pod's spec",
                 path,
             )
         must_be_ours(os.fstat(found.fd), path)
         if make and not os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=found.fd):
-            raise BackendError(f"{path}: this user may not write here; give it the permission, or name another folder")
+            raise BackendError(f"{path}: this user cannot write here; grant the permission, or choose another folder")
         return cls(os.open(".", _FOLDER, dir_fd=found.fd), path)
 
     @property
@@ -112,7 +128,7 @@ class Folder:
     def inner(self, name: str, *, make: bool = False) -> Folder:
         """The folder of that name in this one. Raises BackendError if others than this user may write to it.
 
-        With ``make`` it is made if missing, and replaces what is there and is no folder.
+        With ``make`` it is made if missing, and replaces anything that is not a folder.
         """
         try:
             fd = self._enter(name, _FOLDER, make)
@@ -140,15 +156,13 @@ class Folder:
             except FileExistsError:
                 pass  # another process was faster
             except PermissionError:
-                raise BackendError(
-                    f"{self.path / name}: user {os.geteuid()} may not make this folder; {_way_out()}"
-                ) from None
+                raise _not_makeable(self.path / name) from None
             return os.open(name, flags, dir_fd=self.fd)
 
     def _close_to_group(self) -> bool:
         """Close a folder that kubelet has opened to a group of this process. False if it has not.
 
-        It does so at each start of a pod, with all that lies in a volume with fsGroup. The files in the folder keep
+        kubelet does so at each start of a pod, with everything in a volume with fsGroup. The files in the folder keep
         their modes, which mark those that the group may have changed.
         """
         status = os.fstat(self.fd)
@@ -158,20 +172,20 @@ class Folder:
         return opened
 
     def _link(self, name: str) -> str:
-        """Where a link in this folder leads. Raises NotOurs if others may have put it there."""
+        """The target of a link in this folder. Raises NotOurs if others may have put it there."""
         status = os.fstat(self.fd)
         if not stat.S_ISLNK(self.status(name).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path / name))
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
             raise NotOurs(
-                f"{self.path / name}: a link in a folder that others may write to; name the folder that it leads to"
+                f"{self.path / name}: a link in a folder that others can write to; name the folder that it points to"
             )
         return os.readlink(name, dir_fd=self.fd)
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a regular file of this user's alone; a new one is readable by this user only.
+        """A descriptor of a regular file of this user alone; a new one is readable only by this user.
 
-        Raises NoFile for any other, before a byte of it is read or written.
+        Raises NoFile for any other file, before a byte of it is read or written.
         """
         if not flags & os.O_EXCL:
             with contextlib.suppress(FileNotFoundError):  # the open raises it, unless it makes the file
@@ -193,7 +207,7 @@ class Folder:
             raise NoFile(f"{self.path / name}: {why}")
 
     def status(self, name: str) -> os.stat_result:
-        """The status of that name itself, not of what a link leads to."""
+        """The status of that name itself, not of the target of a link."""
         with self._naming(name):
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
@@ -202,7 +216,7 @@ class Folder:
             return list(entries)
 
     def remove(self, name: str) -> bool:
-        """Remove what has that name; a folder with all its contents. False if there is nothing."""
+        """Remove the entry with that name; a folder with all its contents. False if there is no entry."""
         with self._naming(name):
             try:
                 if stat.S_ISDIR(self.status(name).st_mode):
@@ -255,21 +269,31 @@ def _kind_of(status: os.stat_result) -> str:
 
 
 def why_no_file(status: os.stat_result) -> str:
-    """Why this is no file of this user's alone; "" if it is one. Others may have put it there, or may write to it."""
+    """Why this is not a file of this user alone; "" if it is one. Others may have put it there, or may write to it."""
     why = ""
     if not stat.S_ISREG(status.st_mode):
-        why = f"{_kind_of(status)} where only a file should be"
+        why = f"{_kind_of(status)} where a file is expected"
     elif status.st_uid != os.geteuid():
-        why = f"a file of user {status.st_uid}; kvtier uses only files of its own user; remove it"
+        why = f"owned by user {status.st_uid}; kvtier uses only files of its own user; remove it"
     elif status.st_mode & 0o077:
-        why = "others may read or write it; remove the file, or that permission with chmod go-rwx"
+        why = "others can read or write it; remove the file, or run chmod go-rwx"
     elif status.st_nlink > 1:
-        why = "the file has another name, too; remove this one"
+        why = "the file has another hard link; remove this one"
     return why
 
 
+def must_be_makeable(path: Path) -> None:
+    """Raise BackendError if this user cannot make a folder that is missing."""
+    if not os.access(nearest(path), os.W_OK | os.X_OK):
+        raise _not_makeable(path)
+
+
+def _not_makeable(path: Path) -> BackendError:
+    return BackendError(f"{path}: user {os.geteuid()} cannot create this folder; {_way_out()}")
+
+
 def is_ours(path: Path) -> bool:
-    """Is there a folder of this user's, no link, that no other may write to?"""
+    """Is there a folder of this user, not a link, that no other user may write to?"""
     try:
         Folder.at(path)
     except (OSError, BackendError):
@@ -278,26 +302,24 @@ def is_ours(path: Path) -> bool:
 
 
 def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
-    """Raise NotOurs if others could put frames there: a checksum is no signature."""
+    """Raise NotOurs if others could put frames there: a checksum is not a signature."""
     path = Path(*called)
     if stat.S_ISLNK(status.st_mode):
         raise NotOurs(f"{path}: a link; name the folder itself")
     if not stat.S_ISDIR(status.st_mode):
         raise BackendError(f"{path}: not a folder; name one")
     if status.st_uid != os.geteuid():
-        raise NotOurs(
-            f"{path}: belongs to user {status.st_uid}; kvtier uses only folders of its own user; {_way_out()}"
-        )
+        raise NotOurs(f"{path}: owned by user {status.st_uid}; kvtier uses only folders of its own user; {_way_out()}")
     if status.st_mode & 0o022:
         if status.st_mode & stat.S_ISVTX:  # others could make files there under the names of ours
-            raise NotOurs(f"{path}: others may write to it; name a folder in it that is kvtier's alone")
-        raise NotOurs(f"{path}: others may write to it; remove that permission with chmod go-w")
+            raise NotOurs(f"{path}: others can write to it; name a folder in it that only kvtier uses")
+        raise NotOurs(f"{path}: others can write to it; run chmod go-w")
 
 
 def _way_out() -> str:
-    """How this user gets a folder there."""
+    """How this user can have a folder there."""
     group = os.getegid() or os.geteuid()
-    return f"name a folder in it, chown it, or in a pod's spec write securityContext: {{fsGroup: {group}}}"
+    return f"name a folder in it, chown it, or set securityContext: {{fsGroup: {group}}} in the pod's spec"
 
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
@@ -311,7 +333,7 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
 
 @contextlib.contextmanager
 def backend_errors(path: Path) -> Iterator[None]:
-    """Errors of the system become BackendErrors that name the file; ``path`` if the system does not."""
+    """Turn errors of the system into BackendErrors that name the file, or ``path`` if the system does not."""
     try:
         yield
     except OSError as error:

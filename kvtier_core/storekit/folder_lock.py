@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvtier_core.errors import BackendError
 from kvtier_core.forks import ProcessBound
-from kvtier_core.storekit.folder import Folder
+from kvtier_core.storekit.folder import Folder, must_be_makeable
 
 
 class FileLock(ProcessBound, closing={"release": lambda: None}):
@@ -30,7 +30,7 @@ class FolderLock:
     """A folder of this user, locked by this process from `take` to `release`."""
 
     def __init__(self, path: Path, check: Callable[[Folder], None] = lambda folder: None):
-        """``check`` raises BackendError for a folder that is not to be used; it is called when the folder is locked."""
+        """``check`` raises BackendError for a folder that must not be used; it is called when the folder is locked."""
         self.path = path
         self._check = check
         self._locked: tuple[Folder, FileLock] | None = None
@@ -38,21 +38,33 @@ class FolderLock:
     def take(self) -> Folder:
         """Make the folder if it is missing, lock it, and return it."""
         folder = Folder.at(self.path, make=True)
+        before, self._locked = self._locked, (folder, self._lock(folder))
+        if before is not None:
+            before[1].release()
+        return folder
+
+    def try_out(self) -> None:
+        """Raise the errors that `take` would, and make nothing."""
+        try:
+            folder = Folder.at(self.path)
+        except FileNotFoundError:
+            must_be_makeable(self.path)
+        else:
+            self._lock(folder).release()
+
+    def _lock(self, folder: Folder) -> FileLock:
         try:
             lock = FileLock(folder.fd)
         except BlockingIOError:
             raise BackendError(
-                f"{self.path}: another engine or tier keeps its frames here; give each a path of its own"
+                f"{self.path}: another engine or tier keeps its frames here; give each its own path"
             ) from None
         try:
             self._check(folder)
         except BaseException:
             lock.release()
             raise
-        before, self._locked = self._locked, (folder, lock)
-        if before is not None:
-            before[1].release()
-        return folder
+        return lock
 
     def release(self) -> None:
         """Unlock the folder. May be called twice."""
@@ -63,7 +75,7 @@ class FolderLock:
     def folder(self) -> Folder | None:
         """The locked folder; None if its path is gone.
 
-        Raises NotADirectoryError or BackendError when something else lies at the path: it is never read.
+        Raises NotADirectoryError or BackendError if something else is at the path: it is never read.
         """
         held = self._held()
         try:
@@ -74,18 +86,18 @@ class FolderLock:
             return held
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.path))
-        raise BackendError(f"{self.path}: another folder than the one that was opened; nothing in it is used")
+        raise BackendError(f"{self.path}: not the folder that was opened; nothing in it is used")
 
     def folder_again(self) -> Folder:
         """The locked folder. If it was removed, it is made and locked again.
 
-        An empty folder at its path, on the same device, is taken for one that was made again.
+        An empty folder at its path, on the same device, is treated as one that was made again.
         """
         held = self._held()
         try:
             return self.folder() or self.take()
         except NotADirectoryError:
-            return self.take()  # raises an error that says what is there
+            return self.take()  # raises an error that names what is there
         except BackendError:
             other = Folder.at(self.path)
             if os.fstat(other.fd).st_dev != os.fstat(held.fd).st_dev or other.entries():

@@ -9,7 +9,7 @@ from kvtier_core.storekit.folder import Folder, NoFile
 from kvtier_core.types import Namespace
 
 FACTS = "namespace.json"  #: the name of a namespace's facts beside its frames
-FACTS_NBYTES = 1 << 20  #: no facts are longer
+FACTS_NBYTES = 1 << 20  #: the maximum length of the facts
 _HOME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -19,12 +19,12 @@ def home_of(namespace: Namespace) -> str:
 
 
 def is_home(name: str) -> bool:
-    """Can this be what `home_of` returned?"""
+    """Can this be a result of `home_of`?"""
     return _HOME.fullmatch(name) is not None
 
 
 def namespace_of(facts: str | bytes, home: str = "") -> Namespace | None:
-    """The namespace with these facts; None if this is no such text, or if it has another home."""
+    """The namespace with these facts; None if this text has none, or if it has another home."""
     try:
         namespace = Namespace.from_json(facts)
     except (TypeError, ValueError, RecursionError):
@@ -45,7 +45,7 @@ def write_facts(folder: Folder, name: str, namespace: Namespace, unfinished: str
 
 
 def read_facts(folder: Folder, name: str, home: str = "") -> Namespace | None:
-    """The namespace whose facts are in this file; None if there is no such file, or anything else in it.
+    """The namespace whose facts are in this file; None if there is no file, or anything else in it.
 
     None, too, if the namespace has another home.
     """

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier_core.forks import ProcessBound
@@ -26,18 +29,19 @@ class _Listener(ProcessBound, socket.socket):
 def listen(path: Path, backlog: int) -> socket.socket:
     """A socket that listens at ``path``. Raises OSError if a process listens there, or a file of another kind is there.
 
-    Nobody can connect before it is the owner's alone.
+    No process can connect before only the owner has access.
     """
     listener = _Listener(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if _is_abandoned(path):
-            path.unlink()
-        elif path.is_socket():
-            raise OSError(errno.EADDRINUSE, f"another process serves {path}")
-        listener.bind(str(path))
-        listener.path, listener.inode = path, path.lstat().st_ino
-        path.chmod(0o600)
-        listener.listen(backlog)
+        with _alone(path):
+            if _is_abandoned(path):
+                path.unlink()
+            elif path.is_socket():
+                raise OSError(errno.EADDRINUSE, f"another process serves {path}")
+            listener.bind(str(path))
+            listener.path, listener.inode = path, path.lstat().st_ino
+            path.chmod(0o600)
+            listener.listen(backlog)
     except BaseException:
         listener.close()
         raise
@@ -49,11 +53,40 @@ def sweep(folder: Path, pattern: str) -> None:
     for path in folder.glob(pattern):
         with contextlib.suppress(OSError):
             if _is_abandoned(path):
-                path.unlink()
+                with _alone(path):
+                    if _is_abandoned(path):
+                        path.unlink()
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process at a time examine a socket and replace it: a bound one seems abandoned until it listens.
+
+    The lock is a file beside it, which exists only while a process has it. Raises OSError.
+    """
+    name = f"{path}.lock"
+    while True:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.fstat(fd).st_uid != os.geteuid():  # another user could hold it forever
+                raise PermissionError(errno.EACCES, f"{name} belongs to another user")
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(name, follow_symlinks=False)):
+                    break
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # its holder has removed it
+    try:
+        yield
+    finally:
+        os.unlink(name)
+        os.close(fd)
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Is there a socket on which nobody listens any more?"""
+    """Is there a socket on which no process listens any more?"""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             return False

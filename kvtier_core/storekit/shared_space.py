@@ -1,4 +1,4 @@
-"""Bounds a store that several engines share: they count in the store together, and the oldest frames go first."""
+"""Limits a store that several engines share: they keep one account in it, and remove the oldest frames first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvtier_core.types import Nbytes
 
 #: Frames are removed until this part of the capacity is free, so that not every write has to list the store.
 _HEADROOM = 1 / 32
-#: At most this part of the capacity is taken in advance, so that a hundred users do not fill the store with nothing.
+#: At most this part of the capacity is taken in advance, so that the reserves of a hundred users do not fill the store.
 _IN_ADVANCE = 1 / 1024
-#: Seconds after which what was taken lies in the store or was given back, or its user is gone: longer than any write.
+#: Seconds after which taken bytes are in the store or were given back, or their user is gone: longer than any write.
 _SETTLED = 600.0
-#: Where a store lists only so many frames at a time, at most this many are removed for the next writes.
+#: If the frames of a listing are limited, at most this many are removed for the next writes.
 _AHEAD = 1024
-#: So many frames are removed before they are counted as freed; and so many may fail to go before the user gives up.
+#: Number of frames removed before they are counted as freed; and number of failures after which the user gives up.
 _AT_ONCE = 16
 
 P = TypeVar("P", bound=Hashable)
@@ -39,7 +39,7 @@ class Count:
 
     @property
     def used(self) -> int:
-        """Bytes that lie in the store, or may be written to it at any moment."""
+        """Bytes that are in the store, or may be written to it at any moment."""
         return self.taken - self.freed
 
 
@@ -47,29 +47,29 @@ class SharedStore(Protocol[P]):
     """The methods of a store that `SharedSpace` needs. Called on any thread. Methods raise BackendError."""
 
     def count(self, *, taken: int = 0, freed: int = 0) -> Count:
-        """Add to the counters, in one step even if others add at the same time; returns what they are then."""
+        """Add to the counters, in one step even if others add at the same time; returns their new values."""
 
     def evicting(self) -> contextlib.AbstractContextManager[None]:
-        """In this context no other user of the store evicts. Waits for others."""
+        """A context in which no other user of the store evicts. Waits for others."""
 
     def oldest(self) -> Iterable[tuple[P | None, int]]:
-        """Where each frame of every namespace lies, and its bytes; oldest first. None is left out that stays meanwhile.
+        """The place and bytes of each frame of every namespace, oldest first. All that stay meanwhile are listed.
 
-        None in place of where it lies for what takes space and must stay, such as an unfinished write of another user.
+        The place is None for anything that takes space and must stay, such as an unfinished write of another user.
         """
 
     def remove(self, place: P) -> bool:
-        """Remove the frame that was listed at this place. False if it was gone, or another one in its place."""
+        """Remove the frame that was listed at this place. False if it was gone, or another frame in its place."""
 
 
 class SharedSpace(ProcessBound):
     """The capacity of a shared store, for one of its users. All methods may be called on any thread.
 
-    What lies in the store never exceeds the capacity: bytes are counted before they are written, and given back after
+    The contents of the store never exceed the capacity: bytes are counted before they are written, and given back after
     they are removed. The user that finds the capacity exceeded lists the store and removes the oldest frames.
 
-    A user that is killed leaves what it had taken in the account. Each listing of all frames corrects that: the store
-    holds no more than what is listed and what was taken since ten minutes, and no less than what is listed.
+    A killed user leaves the bytes that it had taken in the account. Each listing of all frames corrects that: the store
+    holds at least the listed bytes, and at most those plus the bytes taken in the last ten minutes.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class SharedSpace(ProcessBound):
         most_listed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """``quantum`` bytes at least are taken from the account at a time, where counting costs a request.
+        """At least ``quantum`` bytes are taken from the account at a time, if counting costs a request.
 
-        An eviction lists ``most_listed`` frames at most, and removes few more than it must, so that it ends in time
-        however many there are. Of a store with more the account then says too much until `recount`, never too little.
+        An eviction lists at most ``most_listed`` frames, and removes few more than it must, so that it ends in time
+        however many there are. If a store has more, the account is then too high until `recount`, never too low.
         """
         self._store = store
         self._capacity = capacity
@@ -92,21 +92,29 @@ class SharedSpace(ProcessBound):
         self._quantum = min(quantum, int(capacity * _IN_ADVANCE))
         self._clock = clock
         self._lock = threading.Lock()
-        self._in_advance = 0  # bytes taken and not yet wanted; they lapse, so that an idle user holds nothing for ever
+        self._in_advance = 0  # bytes taken and not yet wanted; they lapse, so that an idle user holds nothing forever
         self._lapses = 0.0
         self._begun = False
-        self._lost = False  # the account was removed, and what it said is not counted
-        self._history: deque[tuple[float, int]] = deque()  # when this user saw the account, and what was taken then
+        self._lost = False  # the account was removed, and what it had counted is lost
+        self._used: int | None = None  # in the account when it was last read
+        self._history: deque[tuple[float, int]] = deque()  # when this user read the account, and the bytes taken then
+
+    @property
+    def used(self) -> int | None:
+        """Bytes of all users' frames, according to the account when it was last read; None if it never was."""
+        with self._lock:
+            ahead = self._in_advance if self._clock() < self._lapses else 0
+            return None if self._used is None else max(0, self._used - ahead)
 
     def take(self, nbytes: int) -> None:
         """Count bytes that are about to be written; removes the oldest frames of the store if they do not fit.
 
-        The write should begin at once, and end within minutes.
+        The write should begin immediately, and end within minutes.
 
         Raises StoreFull if they cannot fit, and BackendError: then nothing was counted.
         """
         if nbytes > self._capacity:
-            raise StoreFull(f"{Nbytes(nbytes)} do not fit into {Nbytes(self._capacity)}", missing=nbytes)
+            raise StoreFull(f"{Nbytes(nbytes)} does not fit in {Nbytes(self._capacity)}", missing=nbytes)
         held = self._spend(nbytes)
         if held == nbytes:
             return
@@ -130,7 +138,7 @@ class SharedSpace(ProcessBound):
             self._count(freed=nbytes)
 
     def close(self) -> None:
-        """Return what was taken in advance."""
+        """Return the bytes that were taken in advance."""
         with self._lock:
             left = self._in_advance if self._clock() < self._lapses else 0
             self._in_advance, self._lapses = 0, 0.0
@@ -140,7 +148,7 @@ class SharedSpace(ProcessBound):
     # -- in advance --------------------------------------------------------------------------------
 
     def _spend(self, nbytes: int) -> int:
-        """Use bytes that were taken in advance; returns how many there were of those wanted."""
+        """Use bytes that were taken in advance; returns how many of the wanted ones there were."""
         with self._lock:
             if self._clock() >= self._lapses:
                 self._in_advance = 0
@@ -158,12 +166,13 @@ class SharedSpace(ProcessBound):
     # -- the account -------------------------------------------------------------------------------
 
     def _count(self, *, taken: int = 0, freed: int = 0) -> Count:
-        """Add to the account, and remember now and then what was taken until now."""
+        """Add to the account, and occasionally remember the bytes taken until now."""
         with self._lock:
             known = self._history[-1][1] if self._history else 0
         count = self._store.count(taken=taken, freed=freed)
         with self._lock:  # answers of several threads may come here in another order than they were given
             now = self._clock()
+            self._used = count.used
             if count.taken < known:
                 self._history.clear()
                 self._lost = True
@@ -174,13 +183,13 @@ class SharedSpace(ProcessBound):
         return count
 
     def _settled(self) -> int:
-        """Of all bytes ever taken, so many at least do not belong to a write that may still be under way."""
+        """A lower bound: of all bytes ever taken, this many do not belong to a write that may still be under way."""
         with self._lock:
             seen, taken = self._history[0]
             return taken if self._clock() - seen >= _SETTLED else 0
 
     def _begin(self) -> None:
-        """The first user that has a capacity counts what lies there already; others wait for it."""
+        """The first user that has a capacity counts the frames that are already there; others wait for it."""
         if not self._begun and not self._count().taken:
             with self._store.evicting():
                 if not self._count().taken:
@@ -203,7 +212,7 @@ class SharedSpace(ProcessBound):
     # -- making room -------------------------------------------------------------------------------
 
     def _make_room(self, taken: int) -> None:
-        """Remove frames until what was taken fits. Raises StoreFull."""
+        """Remove frames until the taken bytes fit. Raises StoreFull."""
         with self._store.evicting():
             before = self._count()
             if self._fits(before):
@@ -215,7 +224,7 @@ class SharedSpace(ProcessBound):
             listed = sum(nbytes for _, nbytes in frames)
             count = self._count()
             if is_whole:
-                gone = count.freed - before.freed  # so much of what is listed may have been removed meanwhile
+                gone = count.freed - before.freed  # listed bytes that may have been removed meanwhile
                 most = listed + max(count.taken - settled, taken)
                 count = _correct(self._store, count, listed + taken - gone, most)
                 self._lost = False
@@ -248,13 +257,13 @@ class SharedSpace(ProcessBound):
     def _must_suffice(self, missing: int, failures: Sequence[BackendError] = ()) -> None:
         if missing > 0:
             why = f": {failures[0]}" if failures else ""
-            raise StoreFull(f"the store's {Nbytes(self._capacity)} are taken{why}", missing=missing)
+            raise StoreFull(f"the store's {Nbytes(self._capacity)} are in use{why}", missing=missing)
 
 
 def recount(store: SharedStore) -> None:
-    """Make the account say what lies in the store now, whatever it said before. Raises BackendError.
+    """Set the account to the bytes that are in the store now, whatever it was before. Raises BackendError.
 
-    What other users have taken at this moment and not yet written is not counted until the next eviction.
+    Bytes that other users have taken at this moment and not yet written are not counted until the next eviction.
     """
     with store.evicting():
         _match_listing(store)
@@ -266,6 +275,6 @@ def _match_listing(store: SharedStore) -> None:
 
 
 def _correct(store: SharedStore, count: Count, least: int, most: int) -> Count:
-    """Change the account as little as possible, so that it says ``least`` bytes at least and ``most`` at most."""
+    """Change the account as little as possible, so that it has at least ``least`` bytes and at most ``most``."""
     right = min(max(count.used, least), most)
     return store.count(taken=max(right - count.used, 0), freed=max(count.used - right, 0))

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.native import choose
-from kvtier_core.transfer.buffers import address_of
 from kvtier_core.transfer.packing import plain_pack, plain_unpack
 from kvtier_core.transfer.page_lists import Layer
+from kvtier_core.work.buffers import address_of
 
 _Piece = tuple[int, int, int]  # address of pages, address in a slot, bytes
 
@@ -21,7 +21,7 @@ class PlainCopier:
     ``shard`` is the address of this rank's shard in slot 0; the shard of the next slot is ``slot_nbytes`` further on.
     Unless ``packed_nbytes`` is 0, shards are packed and have that many bytes. Each row holds the block ids of one
     chunk, or NO_BLOCK, group after group. The caller has checked that every block and slot exists, and keeps the memory
-    alive. Any thread may call, several at once.
+    alive. Any thread may call, several at the same time.
     """
 
     def __init__(self, layers: Sequence[Layer], shard: int, slot_nbytes: int, packed_nbytes: int = 0):
@@ -40,7 +40,7 @@ class PlainCopier:
         """Copy pages to slots.
 
         Returns the CRC-32 of each slot's shard, including the bytes for NO_BLOCK, if it was computed in the same pass;
-        otherwise nothing. It is always computed for packed shards, and None where the pages do not fit.
+        otherwise nothing. It is always computed for packed shards, and None if the pages do not fit.
         """
         checksums: list[int | None] = []
         for row, slot in zip(rows, slots, strict=True):
@@ -76,7 +76,7 @@ class PlainCopier:
         """The pages of a chunk, and their places in an unpacked shard at this address."""
         for (first, end), shapes in self._layers.items():
             runs = _runs(row[first:end])
-            singles = _singles(row[first:end])
+            singles = [(place, block, 1) for place, block in enumerate(row[first:end]) if block != NO_BLOCK]
             for (stride, nbytes), layers in shapes.items():
                 spans = [
                     (block * stride, place * nbytes, count * nbytes)
@@ -86,11 +86,6 @@ class PlainCopier:
                     begin = shard + offset
                     for page, place, length in spans:
                         yield base + page, begin + place, length
-
-
-def _singles(row: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Place in the chunk and block of each wanted page, as runs of one block."""
-    return [(place, block, 1) for place, block in enumerate(row) if block != NO_BLOCK]
 
 
 def _runs(row: Sequence[int]) -> list[tuple[int, int, int]]:

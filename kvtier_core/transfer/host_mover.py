@@ -1,4 +1,4 @@
-"""Copies pages to slots and back where both lie in host memory."""
+"""Copies pages to slots and back where both are in host memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import JobResult, Mover, PagedKVCache, PageList
 from kvtier_core.transfer.copier import Copier, PlainCopier
-from kvtier_core.transfer.io_pool import IOPool, Outcome, run
 from kvtier_core.transfer.page_lists import CheckedJob, check_cache, check_job, layers_of
+from kvtier_core.work.io_pool import IOPool, Outcome, run
 
 _FOREVER = 1e6  # seconds
 
@@ -37,7 +37,7 @@ class HostMover(Mover):
         copier: type[PlainCopier] = Copier,
     ):
         if cache.device != "cpu":
-            raise BackendError(f"no mover for device {cache.device!r}; the host mover reaches only cpu")
+            raise BackendError(f"no mover for device {cache.device!r}; the host mover supports only cpu")
         check_cache(cache, slot_nbytes)
         self._cache = cache
         self._slots = len(memory) // slot_nbytes

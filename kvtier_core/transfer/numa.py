@@ -29,7 +29,7 @@ def node_of_gpu(domain: int, bus: int, device: int, sys: Path = _SYS) -> int | N
 
 
 def node_of_cpus(cpus: Set[int], sys: Path = _SYS) -> int | None:
-    """The node that has all of these CPUs; None if there is none, or only one node."""
+    """The node that has all of these CPUs; None if no node has them, or there is only one node."""
     known = nodes(sys)
     near = [node for node, own in known.items() if cpus <= own]
     return near[0] if near and len(known) > 1 else None

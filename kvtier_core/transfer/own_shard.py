@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 
 import attrs
 
+from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import FrameError, expected_header, shard_checksums_of, verify_checksums
 from kvtier_core.frames.identity import codec_of_slots
 from kvtier_core.interfaces import PagedKVCache
@@ -26,10 +27,10 @@ class FrameRange(NamedTuple):
 class OwnShard:
     """The shard of one rank; or all shards, if there is only one, or if the rank's shard is not aligned.
 
-    It is read into slots with a layout of their own: a header, then the shard.
+    It is read into slots with a separate layout: a header, then the shard.
     """
 
-    layout: ChunkLayout  #: of such slots
+    layout: ChunkLayout  #: of these slots
     rank: int  #: of the worker, in this layout
     _part: Part  # of the stored frames
     _number: int | None  # of the shard in them; None: all shards
@@ -44,7 +45,7 @@ class OwnShard:
         return cls(layout.alone(rank), 0, part, part.shards.index(shard))
 
     def slots_of(self, cache: PagedKVCache) -> PagedKVCache:
-        """The same cache with the layout of such slots."""
+        """The same cache with the layout of these slots."""
         return attrs.evolve(cache, layout=self.layout, rank=self.rank)
 
     @property
@@ -62,8 +63,14 @@ class OwnShard:
         room, behind = self.layout.frame_nbytes - FRAME_HEADER_NBYTES, max(0, frame.location.nbytes - offset)
         return FrameRange(frame, offset, min(room, behind))
 
-    def examine(self, frame: StoredFrame, header: memoryview, read: int, checksum: int) -> FrameRead:
-        """Verify a header, and ``read`` bytes of the shard with this CRC-32."""
+    def examine(
+        self, frame: StoredFrame, header: memoryview | BackendError, read: int | BackendError, checksum: int
+    ) -> FrameRead:
+        """Verify a header, and ``read`` bytes of the shard with this CRC-32, unless one of them could not be read."""
+        if isinstance(header, BackendError):
+            return FrameRead(ReadStatus.CORRUPT, str(header))
+        if isinstance(read, BackendError):
+            return FrameRead(ReadStatus.CORRUPT, str(read))
         if not header:
             return FrameRead(ReadStatus.MISSING)
         codec, nbytes = codec_of_slots(self.layout), self._part.payload_nbytes

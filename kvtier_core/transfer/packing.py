@@ -1,4 +1,4 @@
-"""Packs KV in bfloat16: 12 bits for a value of 16, every bit kept. csrc/packed.h has the encoded form."""
+"""Packs KV in bfloat16: a value of 16 bits in 12, without loss. csrc/packed.h has the encoded form."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plain_pack(payload: memoryview, into: memoryview) -> int:
 
 
 def _packed(tile: bytes) -> tuple[bytes, bytes] | None:
-    """Head and body of a tile; None if it stays raw. All values are shifted at once, as the bytes of one integer."""
+    """Head and body of a tile; None if it stays raw. All values are shifted together, as the bytes of one integer."""
     n, pairs = len(tile) // 2, len(tile) // 4
     low, high = int.from_bytes(tile[::2], "little"), int.from_bytes(tile[1::2], "little")
     ones, sevens = _repeated(0x01, n), _repeated(0x7F, n)

@@ -15,7 +15,7 @@ from kvtier_core.layouts import Part
 
 
 class Layer(NamedTuple):
-    """One layer as a copier sees it. A copier gets the block ids of a chunk in one flat row, group after group."""
+    """One layer as a copier sees it. A copier receives the block ids of a chunk in one flat row, group after group."""
 
     base: int  #: address of the page of block 0
     stride: int  #: bytes from one page to the next
@@ -29,14 +29,14 @@ def check_cache(cache: PagedKVCache, slot_nbytes: int) -> None:
     """Raises ContractError unless the pages and the rank are those of the layout, and its frames fit the slots."""
     layout = cache.layout
     if not 0 <= cache.rank < layout.ranks:
-        raise ContractError(f"rank {cache.rank} is not one of {layout.ranks}")
+        raise ContractError(f"rank {cache.rank} is not one of {layout.ranks} ranks")
     expected = list(chain(*layout.pages_of(cache.rank)))
     if [run.nbytes for run in cache.layers] != expected:
-        raise ContractError(f"pages of {[run.nbytes for run in cache.layers]} bytes for {expected}")
+        raise ContractError(f"expected pages of {expected} bytes, got {[run.nbytes for run in cache.layers]}")
     if any(run.stride < run.nbytes for run in cache.layers):
         raise ContractError("pages of a layer overlap: a stride is less than its nbytes")
     if slot_nbytes != layout.frame_nbytes:
-        raise ContractError(f"slots of {slot_nbytes} bytes for frames of {layout.frame_nbytes}")
+        raise ContractError(f"expected slots of {layout.frame_nbytes} bytes, got {slot_nbytes}")
 
 
 @attrs.frozen
@@ -70,9 +70,9 @@ def check_job(cache: PagedKVCache, slots: int, pages: PageList, wanted: Sequence
     layout.
     """
     if len(pages) != len(wanted):
-        raise ContractError(f"{len(pages)} chunks of pages for {len(wanted)} slots")
+        raise ContractError(f"expected pages of {len(wanted)} chunks, got {len(pages)}")
     part = _part_of(cache, pages[0]) if pages else cache.layout.parts[0]
-    # All at once: a job may have ten thousand chunks, and the engine waits.
+    # All together: a job may have ten thousand chunks, and the engine waits.
     numbers, blocks = list(map(index, wanted)), list(map(index, chain.from_iterable(chain.from_iterable(pages))))
     good = {tuple(map(len, chunk)) for chunk in pages} <= {part.blocks}
     if numbers and not (good and _within(numbers, 0, slots) and _within(blocks, NO_BLOCK, cache.blocks)):

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import attrs
 
 from kvtier_core.layouts import ChunkLayout, Elements, KVGroup, Part
-from kvtier_core.transfer.buffers import Buffers, address_of
 from kvtier_core.transfer.copier import Copier
 from kvtier_core.transfer.page_lists import Layer
+from kvtier_core.work.buffers import Buffers, address_of
 
 
 def divides_by_head(group: KVGroup) -> bool:
@@ -54,11 +54,10 @@ def with_heads(group: KVGroup, times: int, divided: int = 1) -> KVGroup:
         return group
     heads, rest = divmod(group.elements[0].heads * times, divided)
     if rest:
-        raise ValueError(f"{heads * divided + rest} heads of {divided} ranks ({group.name})")
+        raise ValueError(f"{heads * divided + rest} heads cannot be divided among {divided} ranks ({group.name})")
     pages = [nbytes * times // divided for nbytes in group.page_nbytes]
     elements = [_with_heads(each, heads) for each in group.elements]
-    # mypy misreads the converters
-    return attrs.evolve(group, page_nbytes=pages, elements=elements)  # type: ignore[arg-type]
+    return attrs.evolve(group, page_nbytes=pages, elements=elements)
 
 
 def _with_heads(each: Elements, heads: int) -> Elements:
@@ -88,7 +87,7 @@ class Regrouping:
             groups = [with_heads(group, self._layout.shards, shards) for group in self._layout.groups]
         except ValueError:
             return None
-        return attrs.evolve(self._layout, groups=groups, ranks=shards).parts[0]  # type: ignore[arg-type]
+        return attrs.evolve(self._layout, groups=groups, ranks=shards).parts[0]
 
     def rearrange(self, slot: memoryview, found: Part) -> None:
         """Rearrange the payload of a frame in a slot whose shards have the layout ``found``.

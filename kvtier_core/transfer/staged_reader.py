@@ -20,11 +20,10 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.interfaces import DirectLoad, DirectReader, Mover, PagedKVCache, PageList
-from kvtier_core.transfer import cuda
-from kvtier_core.transfer.host_mover import HostMover
-from kvtier_core.transfer.io_pool import IOPool, Outcome
+from kvtier_core.transfer.movers import open_mover
 from kvtier_core.transfer.own_shard import FrameRange, OwnShard
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, FrameRead, ReadStatus, StoredFrame
+from kvtier_core.work.io_pool import IOPool, Outcome
 
 #: Slots of a lane in host memory: few enough bytes to stay in the CPU's cache, enough to be worth a call.
 _HOST_LANE_NBYTES = 4 << 20
@@ -34,13 +33,13 @@ _POLL = 1e-3
 
 
 class FrameSource(Protocol):
-    """A worker's access to a store. Called on several threads at once."""
+    """A worker's access to a store. Called on several threads at the same time."""
 
     def read(self, ranges: Sequence[FrameRange], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         """Read ``ranges[i]`` into ``into[i]``, which has the same length and is aligned to `FRAME_ALIGNMENT`.
 
-        Returns for each the number of bytes read, fewer only where the store has no more, or the BackendError that
-        prevents reading this frame alone. Raises BackendError if the store as a whole cannot be read. Keeps no view.
+        Returns for each the number of bytes read, fewer only if the store has no more, or the BackendError that
+        prevents reading only this frame. Raises BackendError if the store as a whole cannot be read. Keeps no view.
         """
 
     def facts(self) -> Mapping[str, str]:
@@ -63,7 +62,7 @@ class Lane(Protocol):
         """
 
     def facts(self) -> Mapping[str, str]:
-        """Where frames are read into, in plain words."""
+        """The memory that frames are read into, in plain words."""
 
     def close(self) -> None:
         """Release the memory and the mover. No read is under way."""
@@ -73,15 +72,14 @@ class HostLane:
     """A `Lane` in the host's memory."""
 
     def __init__(self, source: FrameSource, own: OwnShard, cache: PagedKVCache, why: str = ""):
-        """``cache`` has the layout of the slots; ``why`` says why they are not in the GPU's memory."""
+        """``cache`` has the layout of the slots; ``why`` states why they are not in the GPU's memory."""
         self._source = source
         self._own = own
         self._why = why
         self._slot_nbytes = cache.layout.frame_nbytes
         self.slots = max(1, _HOST_LANE_NBYTES // self._slot_nbytes)
         self._memory = memoryview(mmap.mmap(-1, self.slots * self._slot_nbytes))
-        attach = cuda.attach if cache.device.startswith("cuda") else HostMover
-        self.mover: Mover = attach(cache, self._memory, self._slot_nbytes)
+        self.mover = open_mover(cache, self._memory, self._slot_nbytes)
 
     def read(self, frames: Sequence[StoredFrame]) -> list[FrameRead]:
         begins = range(0, len(frames) * self._slot_nbytes, self._slot_nbytes)
@@ -122,21 +120,7 @@ def examined(
 ) -> list[FrameRead]:
     """The outcome for each frame, from its header, the number of bytes read of its shard, and their checksum."""
     found = zip(frames, headers, counts, checksums, strict=True)
-    return [_examined(own, *each) for each in found]
-
-
-def _examined(
-    own: OwnShard,
-    frame: StoredFrame,
-    header: memoryview | BackendError,
-    count: int | BackendError,
-    checksum: int,
-) -> FrameRead:
-    if isinstance(header, BackendError):
-        return FrameRead(ReadStatus.CORRUPT, str(header))
-    if isinstance(count, BackendError):
-        return FrameRead(ReadStatus.CORRUPT, str(count))
-    return own.examine(frame, header, count, checksum)
+    return [own.examine(*each) for each in found]
 
 
 @attrs.define
@@ -187,8 +171,8 @@ class StagedReader(DirectReader):
         self._numbers = itertools.count()
         self._jobs: dict[int, _Job] = {}
         self._pieces: dict[int, _Piece] = {}  # that have not ended, by number
-        # Pieces whose pages nobody touches yet. A lane takes its piece from here before it copies, and `_give_up` takes
-        # all of them when a read hangs. No piece is taken twice, because popping a key is atomic.
+        # Pieces whose pages are not touched yet. A lane takes its piece from here before it copies, and `_give_up`
+        # takes all of them when a read hangs. No piece is taken twice, because popping a key is atomic.
         self._unclaimed: dict[int, _Piece] = {}
         self._ended: list[DirectLoad] = []
 

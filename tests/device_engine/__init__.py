@@ -12,5 +12,5 @@ aborted at any moment. Each forward compares every token that it reads with what
     worker        the process of one rank
     scheduling    what the scheduler of any engine does; also that of `fake_host`
     engine        the scheduler's process, and the traffic
-    bugs          what the engine must notice: a planted bug for each rule of docs/architecture.md
+    bugs          what the engine must notice: a planted bug for each rule of docs/internals/gpu.md
 """

@@ -1,4 +1,4 @@
-"""A planted bug for each rule of docs/architecture.md ("Ordering on the device"): the engine must notice every one.
+"""A planted bug for each rule of docs/internals/gpu.md ("Ordering on the device"): the engine must notice every one.
 
 A bug of a mover is planted in `DeviceMover` through what any device's streams have, so that the same bugs can be
 planted on a GPU; one of the scheduler's process in the engine itself.
@@ -15,7 +15,7 @@ from unittest import mock
 import attrs
 
 from kvtier_core.engine.messages import StepPlan, WorkerProgress
-from kvtier_core.engine.worker_side import WorkerSide
+from kvtier_core.engine.worker.side import WorkerSide
 from kvtier_core.interfaces import JobResult, PageList
 from kvtier_core.transfer.cuda.mover import DeviceMover
 
@@ -151,6 +151,11 @@ class StoresBeforeTheForward(WorkerSide):
         pass
 
 
+class OvertakesStoresOfOtherMovers(WorkerSide):
+    def fence(self, plan: StepPlan) -> None:
+        super().fence(attrs.evolve(plan, loads=()))
+
+
 class FencesLate(WorkerSide):
     """Although the engine writes to new blocks before it calls `fence`."""
 
@@ -211,6 +216,9 @@ BUGS = {
     "a fence after the forward": Bug("2", side=FencesAfterTheForward),
     "no store is named to be fenced": Bug("2", scheduler=_forgets_stores),
     "a load does not wait for a store of its pages": Bug("2", LoadsOvertakeStores),
+    "a load does not wait for a store of another mover": Bug(
+        "3", side=OvertakesStoresOfOtherMovers, setup={"slots": 10, "slots_below": 60}
+    ),
     "zeroed before the fence": Bug("2", side=FencesLate, setup={"zeroes": True}),
     "a load does not wait for any forward": Bug("3", LoadsDoNotWait),
     "a load does not wait for the last forward": Bug("3", LoadsWaitForTheStepBefore),

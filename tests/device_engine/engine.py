@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 from fake_cuda import libraries
+from patience import HANG
 
 from device_engine.bugs import BUGS
 from device_engine.content import Forward, histories
@@ -84,7 +85,7 @@ class Engine(Scheduling):
         BUGS[setup.bug].scheduler(self)
         # A fork server: each worker has its own CUDA, and torch is imported once.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "kvtier_core.engine.worker_side"])
+        context.set_forkserver_preload(["torch", "kvtier_core.engine.worker.side"])
         self._workers = []
         built = libraries() if setup.device == "cpu" else ()
         for rank in range(setup.ranks):
@@ -120,11 +121,11 @@ class Engine(Scheduling):
     def settle(self) -> None:
         self._receive_all()
         for _ in range(_STEPS):
-            if not (self.side._stores or self.side._loads):
+            if not (self.side._stores.jobs or self.side._loads):
                 break
             self.step()
             self._receive_all()
-        self.side.drain(20.0)
+        self.side.drain(HANG)
 
     def check(self) -> None:
         """The end of a run: nothing is under way or pinned, and no token was wrong."""

@@ -30,6 +30,7 @@ KINDS = {
     "copies that fail": attrs.evolve(_ENGINE, failures=0.05),
     "two ranks on one device": attrs.evolve(_ENGINE, ranks=2, busy=30),
     "memory that is unmapped in its sleep": attrs.evolve(_ENGINE, sleeps=True),
+    "two arenas": attrs.evolve(_ENGINE, slots=20, slots_below=200),
     "packed slots": attrs.evolve(_ENGINE, packs=True),
     "new blocks are zeroed, and stores fenced at once": attrs.evolve(_ENGINE, zeroes=True),
 }

@@ -12,16 +12,16 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.config.compose import open_stack
 from kvtier_core.config.model import StackConfig
+from kvtier_core.config.open import open_stack
 from kvtier_core.engine.messages import StepPlan
 from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
-from kvtier_core.engine.scheduler_side import SchedulerSide
+from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.stack.interface import Stack
-from kvtier_core.testing.samples import make_context
+from kvtier_testing.samples import make_context
 
 
 @attrs.define(eq=False)
@@ -118,7 +118,7 @@ class Scheduling(abc.ABC):
         self.settle()
         assert not self.manager.pins_by_holder() and not self.manager.jobs
         assert not any(level.inflight for level in self.manager.usage())
-        assert not (self.side._loads or self.side._stores or self.side._requests)
+        assert not (self.side._loads or self.side._stores.jobs or self.side._requests)
         assert not self.side.busy()
 
     # -- a step ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.testing.samples import make_group
+from kvtier_testing.samples import make_group
 
 
 @attrs.frozen
@@ -28,6 +28,7 @@ class Setup:
     token_words: tuple[int, ...] = (2, 6)  #: of each layer, words of 8 bytes that a token has
     blocks: int = 48  #: of which block 0 belongs to nobody
     slots: int = 24
+    slots_below: int = 0  #: of a second arena
     budget: int = 16  #: tokens that a request computes in a step
     active: int = 6  #: requests at a time
     prompt_tokens: int = 72  #: of the longest prompt
@@ -50,9 +51,10 @@ class Setup:
     @property
     def stack(self) -> StackConfig:
         frame = self.layout.frame_nbytes
-        tiers: list[Mapping[str, str]] = [
-            {"type": "cpu", "capacity": f"{self.slots * frame}B", "eviction": "lru", "huge_pages": "off"}
-        ]
+        arena = {"type": "cpu", "eviction": "lru", "huge_pages": "off"}
+        tiers: list[Mapping[str, str]] = [arena | {"capacity": f"{self.slots * frame}B"}]
+        if self.slots_below:
+            tiers.append(arena | {"capacity": f"{self.slots_below * frame}B"})
         if self.disk:
             disk = {"type": "disk", "path": str(self.disk), "capacity": f"{400 * frame}B", "min_free": "0B"}
             tiers.append(disk | {"eviction": "lru"})

@@ -19,7 +19,7 @@ from device_engine.content import Forward
 from device_engine.devices import CudaDevice, Enqueued, SimulatedDevice
 from device_engine.setup import Setup
 from kvtier_core.engine.messages import StepPlan, WorkerProgress
-from kvtier_core.transfer.io_pool import run
+from kvtier_core.work.io_pool import run
 
 #: Steps that the host may be ahead of the device.
 AHEAD = 2
@@ -79,6 +79,7 @@ class Worker:
             self._attached = True
             self._device.attached()
         self._side.fence(order.plan)
+        self._side.mark()
         self._enqueued.append(self._device.launch(order.forward))
         self._side.load(order.plan, idle=order.idle and not self._device.idle())
         self._side.store(order.plan)

@@ -21,8 +21,8 @@ from patience import HANG
 from test_staged_reader import HASTY, KEYS, NBYTES, SHARD, Machine, good, same
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import make_namespace
 from kvtier_core.transfer import cuda
+from kvtier_core.transfer.cuda import opening
 from kvtier_core.transfer.cuda.autotune import decided
 from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 from kvtier_core.transfer.cuda.library import FILE, Method
@@ -32,6 +32,7 @@ from kvtier_gds import device_lane, device_reads
 from kvtier_gds.device_lane import DeviceLane
 from kvtier_gds.device_reads import DeviceReads
 from kvtier_gds.slab_files import SlabFiles
+from kvtier_testing.samples import make_namespace
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def fake(monkeypatch):
     staged = decided(Method.STAGED)
     mover = functools.partial(open_mover, device=device, engine=fake, half_nbytes=64 << 10, autotune=staged)
     monkeypatch.setattr(cuda, "open_device_slots", slots)
-    monkeypatch.setattr(cuda, "attach", mover)
+    monkeypatch.setattr(opening, "open_mover", mover)
     monkeypatch.setattr(device_lane, "DeviceReads", functools.partial(DeviceReads, must_be_direct=False))
     yield fake
     free_buffers_of_kvikio(fake)
@@ -260,7 +261,7 @@ def test_cufile_that_cannot_be_opened_leaves_the_hosts_memory(opened, monkeypatc
     CuFile(monkeypatch)
     monkeypatch.setattr(kvikio.cufile_driver, "driver_open", refused)
     attached(opened)
-    assert all("cuFile cannot be opened: no such device" in where(side) for side in opened.sides)
+    assert all("cannot open cuFile: no such device" in where(side) for side in opened.sides)
 
 
 def test_without_gpudirect_storage_the_hosts_memory_is_used(opened, fake, monkeypatch):
@@ -277,7 +278,7 @@ def test_a_driver_that_hangs_is_not_waited_for(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(device_lane, "DeviceReads", lambda *_: go.wait(HANG))
     with contextlib.closing(Machine(tmp_path, arena="cpu", device="cuda:0", timeout=HASTY)) as machine:
         attached(machine)
-        assert all("did not answer for 0.5s" in where(side) for side in machine.sides)
+        assert all("did not answer within 0.5s" in where(side) for side in machine.sides)
         go.set()
 
 
@@ -289,7 +290,7 @@ def test_closing_gives_everything_back(fake, tmp_path, monkeypatch):
         machine.load(machine.frames())
     assert len(left) == 2 and all(left), "cuFile knows memory that is gone"
     free_buffers_of_kvikio(fake)
-    assert (fake.c.fake_allocations(), fake.c.fake_locked_ranges()) == (0, 0)
+    fake.assert_all_returned()
 
 
 # -- auto --------------------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ def refusals(machine):
 def test_auto_reads_into_the_gpu_where_that_is_no_slower(automatic, monkeypatch):
     compares(monkeypatch, 6.1e9, 6.0e9)
     assert refusals(automatic) == [{}, {}]
-    assert where(automatic.sides[0]) == "the GPU's memory (6.1 GB/s, and 6.0 into the host's)"
+    assert where(automatic.sides[0]) == "the GPU's memory (6.1 GB/s, against 6.0 into the host's)"
     expected = good(automatic)
     assert automatic.load(automatic.frames()) == [(False, {})] * 2
     assert same(automatic.content(), expected)
@@ -335,7 +336,7 @@ def test_auto_reads_into_the_gpu_where_that_is_no_slower(automatic, monkeypatch)
 
 def test_auto_leaves_it_to_an_arena_where_that_is_slower(automatic, fake, monkeypatch):
     compares(monkeypatch, 2e9, 6e9)
-    why = "reads into its GPU are not used: slower: 2.0 GB/s, and 6.0 into the host's"
+    why = "reads into its GPU are not used: slower: 2.0 GB/s, against 6.0 into the host's"
     assert all(why in refused["gds"] for refused in refusals(automatic))
     assert automatic.load(automatic.frames())[0][0], "the workers read it all the same"
 
@@ -343,7 +344,7 @@ def test_auto_leaves_it_to_an_arena_where_that_is_slower(automatic, fake, monkey
 def test_auto_leaves_it_to_an_arena_if_a_comparison_fails(automatic, monkeypatch):
     monkeypatch.setattr(DeviceLane, "_read_payloads", lambda *_: [0, 0])
     assert all(
-        "reads into its GPU are not used: frames that exist cannot be read" in refused["gds"]
+        "reads into its GPU are not used: existing frames cannot be read" in refused["gds"]
         for refused in refusals(automatic)
     )
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from device_engine.scheduling import HostRequest, Scheduling
+from patience import HANG
 
 from kvtier_core.config.model import StackConfig
 from kvtier_core.engine.messages import ChunkPages, StepPlan, Transfer, WorkerProgress
@@ -24,8 +25,8 @@ from kvtier_core.engine.request_view import KVIdentity
 from kvtier_core.engine.step import ScheduledRequest, StepResult
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout, KVKind
-from kvtier_core.server.memory import served_tier
-from kvtier_core.testing.samples import PagedBuffer, make_group
+from kvtier_remote.memory import served_tier
+from kvtier_testing.samples import PagedBuffer, make_group
 
 BLOCK = 4
 CHUNK = 8
@@ -95,7 +96,7 @@ class Host(Scheduling):
     def settle(self) -> None:
         while self._stores or self._loads:
             self.step()
-        self.side.drain(20.0)
+        self.side.drain(HANG)
 
     def close(self) -> None:
         self.settle()
@@ -159,7 +160,7 @@ class Host(Scheduling):
                 del self._stores[job]
                 sums = self._move(transfer, lambda number, slots, pages: self._mover.store(number, pages, slots))
                 checksums = {(job, 0): sums} if sums else {}
-                progress = progress.merge(WorkerProgress(Counter([job]), Counter(), Counter(), checksums))
+                progress = progress.merge(WorkerProgress(Counter([job]), checksums=checksums))
         return progress
 
     def _end_loads(self) -> set[str]:

@@ -26,27 +26,27 @@ from test_ranks import REPORT
 from kvtier_core.cli.engines import ask
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.engine.digest_cache import Entry
-from kvtier_core.engine.observers import Observers
 from kvtier_core.engine.recorder import Recorder
-from kvtier_core.engine.startup import Engine, Identity
-from kvtier_core.engine.status.server import Server as StatusServer
+from kvtier_core.engine.start.startup import Engine, Identity
 from kvtier_core.errors import BackendError
-from kvtier_core.hosts.pages import PageStore
+from kvtier_core.identity.digest_cache import Entry
 from kvtier_core.interfaces import Observer
-from kvtier_core.server.client import RemoteStack, Waits
-from kvtier_core.server.connection import connect
-from kvtier_core.server.http import HTTP
-from kvtier_core.server.kept.user_locks import used_by_others
-from kvtier_core.server.memory import probe, served_tier
-from kvtier_core.server.protocol import Opening
-from kvtier_core.server.server import Server
 from kvtier_core.storekit.folder import Folder
 from kvtier_core.storekit.folder_lock import FolderLock
-from kvtier_core.testing.samples import PagedBuffer, make_context, make_frame, make_keys, make_layout
-from kvtier_core.transfer.io_pool import IOPool, run_aside
+from kvtier_core.telemetry.observer_feed import Observers
+from kvtier_core.telemetry.status_server import Server as StatusServer
 from kvtier_core.types import Event, EventKind, Namespace, Seconds
+from kvtier_core.work.io_pool import IOPool, run_aside
 from kvtier_disk.shared_account import FolderAccount
+from kvtier_hosts.pages import PageStore
+from kvtier_remote.client import RemoteStack, Waits
+from kvtier_remote.connection import connect
+from kvtier_remote.memory import probe, served_tier
+from kvtier_remote.protocol import Opening
+from kvtier_remote.user_locks import used_by_others
+from kvtier_serve.operators.http import HTTP
+from kvtier_serve.server import Server
+from kvtier_testing.samples import PagedBuffer, make_context, make_frame, make_keys, make_layout
 
 #: Closes the resource; raises if it does not work.
 Opened = tuple[Callable[[], object], Callable[[], object]]
@@ -274,7 +274,8 @@ def server(folder: Path) -> Opened:
     config = of_a_tier({"type": "cpu", "capacity": "1MiB", "huge_pages": "off", "keep": str(keep)})
     path = folder / "kvtier.sock"
     server = Server(config, path)
-    http = HTTP(server, "127.0.0.1", 0)
+    http = HTTP(server)
+    port = http.open_port("127.0.0.1", 0)
     thread = run_aside(server.serve, "turns")
     engine = RemoteStack(path, Opening("m", "e", Namespace.of({"m": "m"}), LAYOUT), Waits(20.0, 20.0, 20.0))
 
@@ -282,7 +283,7 @@ def server(folder: Path) -> Opened:
         probe(path)
         assert engine.reserve(make_keys(1), "x"), "the engine has no session any more"
         engine.release("x")
-        with urllib.request.urlopen(f"http://127.0.0.1:{http.port}/health", timeout=HANG) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=HANG) as answer:
             assert answer.status == 200
         refused(FolderLock(keep).take)
 

@@ -10,9 +10,9 @@ from fake_host import CHUNK, FRAME, Host, prompt
 from test_scheduler_side import host, stack  # noqa: F401 - fixtures
 from test_waiting import ASKED, CHUNKS, Clock, computes, delivers, served  # noqa: F401 - fixtures
 
-from kvtier_core.engine.observers import Observers
 from kvtier_core.engine.request_view import Bypass
 from kvtier_core.interfaces import Observer
+from kvtier_core.telemetry.observer_feed import Observers
 from kvtier_core.types import EventKind
 
 TIERS = ("heap", "disk")

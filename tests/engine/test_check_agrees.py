@@ -14,7 +14,7 @@ from kvtier_core.cli import main
 from kvtier_core.cli.output import FINE, PROBLEMS
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.engine.startup import Engine, Identity
+from kvtier_core.engine.start.startup import Engine, Identity
 from kvtier_core.errors import ConfigError
 from kvtier_core.types import Namespace
 
@@ -138,7 +138,7 @@ def seen(folder):
 )
 def test_check_agrees_with_the_start_of_an_engine_and_changes_nothing(folder, text, good, monkeypatch, request, capsys):
     if "extra" in request.node.callspec.id:
-        monkeypatch.delitem(sys.modules, "kvtier_core.observers.endpoint", raising=False)
+        monkeypatch.delitem(sys.modules, "kvtier_observers.endpoint", raising=False)
         monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     if "unknown protocol" in request.node.callspec.id:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "pigeons")

@@ -13,6 +13,7 @@ from device_engine import on_gpu
 from device_engine.bugs import BUGS
 from device_engine.engine import Engine, WorkerDied, WrongKV, run
 from device_engine.setup import Setup
+from sizes import some
 
 from kvtier_core.frames.format import header_of, payload_of
 
@@ -24,6 +25,7 @@ KINDS = {
     "one block a chunk, one layer": Setup(block_tokens=8, token_words=(3,), blocks=30),
     "layers side by side": Setup(block_major=True),
     "layers side by side, one block a chunk": Setup(block_major=True, block_tokens=8, blocks=30),
+    "two arenas": Setup(slots=10, slots_below=60),
     "packed slots": Setup(packs=True, token_words=(128, 64)),
     "new blocks are zeroed, and stores fenced at once": Setup(zeroes=True),
 }
@@ -69,11 +71,11 @@ def killed_in_mid_copy(setup: Setup) -> None:
     """An engine serves until a store is under way, and one of its workers is gone."""
     with Engine(setup) as engine:
         engine.serve(40)
-        engine.serve(400, until=lambda: engine.side._stores)
+        engine.serve(400, until=lambda: engine.side._stores.jobs)
         engine.kill(setup.ranks - 1)
         with pytest.raises(WorkerDied, match=f"^rank {setup.ranks - 1} ended with -9$"):
             engine.serve(1)
-        assert engine.side._stores, "what was not reported is not READY"
+        assert engine.side._stores.jobs, "what was not reported is not READY"
 
 
 def found_by_the_next(setup: Setup) -> int:
@@ -101,7 +103,7 @@ def test_the_harness_notices_a_torn_chunk(tmp_path):
 # -- the engines that a GPU is checked with ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", on_gpu.KINDS)
+@pytest.mark.parametrize("kind", some(on_gpu.KINDS))
 def test_the_gpu_harness_runs_here(kind):
     setup = on_gpu.KINDS[kind]
     here = attrs.evolve(setup, device="cpu", slots=min(setup.slots, 40))

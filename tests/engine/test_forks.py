@@ -19,6 +19,7 @@ from servers.kvtier import kvtier_serve
 from servers.mooncake import ROOM, one_master
 from servers.redis import one_server
 from servers.s3 import ENVIRONMENT, s3_server  # noqa: F401 - a fixture
+from sizes import every_third
 from test_layers import ALL_MODULES
 
 #: Calls that act on what a fork shares with its parent.
@@ -26,18 +27,19 @@ UNDOES = {"unlink", "rmtree", "rmdir", "shutdown", "kill", "terminate", "unregis
 UNDOES |= {"LOCK_UN", "F_UNLCK"}
 #: Functions that make such calls, and are methods of no ProcessBound class.
 KNOWN = {
-    "kvtier_core.cli.bench": "a command, which forks nobody",
+    "kvtier_doctor.bench": "a command, which forks nobody",
     "kvtier_core.cli.check": "a command, which forks nobody",
-    "kvtier_core.cli.conform": "a command; pytest runs in a process of its own",
-    "kvtier_core.cli.quality": "a command, whose engine spawns its processes",
+    "kvtier_vllm.quality.command": "a command, whose engine spawns its processes",
     "kvtier_core.cli.tiers": "a command, which forks nobody",
-    "kvtier_core.engine.worker_reports": "removes reports by their names, when they have been read or are old",
-    "kvtier_core.observers.endpoint._Server": "closed by an Endpoint, an Observer",
-    "kvtier_core.server.kept.user_locks": "called by a ServedMover",
+    "kvtier_core.engine.start.worker_reports": "removes reports by their names, when they have been read or are old",
+    "kvtier_observers.endpoint._Server": "closed by an Endpoint, an Observer",
+    "kvtier_remote.guarded_memory.GuardedMemory": "a mapping is each process's own",
+    "kvtier_remote.user_locks": "called by a ServedMover",
     "kvtier_core.storekit.folder.Folder": "removes what its caller names; a descriptor is each process's own",
     "kvtier_core.storekit.owner_socket": "removes sockets on which no process listens",
-    "kvtier_core.vllm.metrics": "a registry in this process's memory",
-    "kvtier_core.vllm.scoring": "the engine of a command",
+    "kvtier_serve.programs._Program": "ends what its own thread has started, and a fork has none of its threads",
+    "kvtier_vllm.metrics": "a registry in this process's memory",
+    "kvtier_vllm.quality.scoring": "the engine of a command",
     "kvtier_disk.frames": "removes folders that are empty",
     "kvtier_gds.config.GdsConfig": "a store that a command makes and removes",
     "kvtier_mooncake.client._Process": "closed by a Backend",
@@ -82,7 +84,7 @@ def folder():
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("what", OPENERS)
+@pytest.mark.parametrize("what", every_third(list(OPENERS)))
 def test_a_forked_child_closes_nothing_of_its_parents(what, folder, request):
     with address_for(what, folder, request) as address:
         parent = subprocess.Popen(
@@ -105,7 +107,7 @@ def test_a_forked_child_closes_nothing_of_its_parents(what, folder, request):
 def undoing():
     """Where the sources undo something: a class with its bases, or a module."""
     for module, file in ALL_MODULES.items():
-        if not module.startswith(("kvtier_core.testing", "kvtier_example")):
+        if not module.startswith(("kvtier_testing", "kvtier_example")):
             for node in ast.parse(file.read_text()).body:
                 called = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
                 made = {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef | ast.alias)}

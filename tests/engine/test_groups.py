@@ -11,8 +11,8 @@ import kvtier_disk.plugin
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.layouts import ChunkLayout, KVKind, chunk_key
-from kvtier_core.testing.samples import make_group
 from kvtier_core.types import EventKind
+from kvtier_testing.samples import make_group
 
 CHUNK = 8
 FULL = make_group((512, 128), block_tokens=BLOCK)
@@ -78,7 +78,7 @@ def test_the_frames_of_a_load_are_reported(host):
     served.ask("second", asked)
     (loaded,) = [event for event in told if event.kind is EventKind.LOADED]
     ((_, transfer),) = [load for plan in served.plans for load in plan.loads]
-    arena = served.manager._arenas[0]
+    arena = served.manager.arenas[0]
     assert [slot.index for slot in arena.slots(loaded.keys)] == [slot.index for slot in transfer.slots]
     assert loaded.nbytes == served.layout.payloads_nbytes(loaded.keys)
 
@@ -228,7 +228,7 @@ def test_a_window_that_has_passed_is_not_stored(host, layout):
     """Of what a request loads the engine keeps the last window alone, and the earlier ones cannot be stored again."""
     served, asked = host(), prompt(1, 6 * CHUNK + 3)
     served.ask("first", asked)
-    hot, tier = served.manager._hot, served.manager._tiers[0]
+    hot, tier = served.manager._hot, served.manager.tiers[0]
     chunks = served.side._requests._database.keys(asked[: 2 * CHUNK])
     for level in (hot, tier):
         lost = level.index.other_parts(list(map(chunk_key, chunks)))

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from kvtier_core.engine.log_limit import EVERY, LogLimit
-from kvtier_core.engine.observers import Observers
-from kvtier_core.engine.scheduler.event_log import EventLog
+from kvtier_core.telemetry.event_log import EventLog
+from kvtier_core.telemetry.log_limit import EVERY, LogLimit
+from kvtier_core.telemetry.observer_feed import Observers
 from kvtier_core.types import Event, EventKind
 
 

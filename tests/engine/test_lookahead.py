@@ -13,7 +13,7 @@ from kvtier_core.engine.request_view import KVIdentity, PromptItem
 from kvtier_core.engine.scheduler.provenance import Provenance
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.layouts import ChunkLayout, KVKind
-from kvtier_core.testing.samples import make_group
+from kvtier_testing.samples import make_group
 
 WINDOW = make_group((256, 256), name="window", block_tokens=BLOCK, kind=KVKind.SLIDING_WINDOW, reach=2 * CHUNK)
 
@@ -36,7 +36,7 @@ def host():
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])
-def test_a_chunk_is_found_where_the_tokens_behind_it_are_the_same_too(host, lookahead):
+def test_a_chunk_is_found_where_the_tokens_after_it_are_equal_too(host, lookahead):
     served, asked = host(lookahead), prompt(1, 4 * CHUNK + 3)
     assert (served.ask("first", asked), served.ask("second", asked)) == (0, 4 * CHUNK)
     for same in range(lookahead):
@@ -60,7 +60,7 @@ def test_a_prompt_without_these_tokens_has_no_such_chunk(host, caplog, lookahead
 
 @pytest.mark.parametrize("layout", [LAYOUT, ChunkLayout([*LAYOUT.groups, WINDOW], CHUNK)], ids=["full", "window"])
 @pytest.mark.parametrize("lookahead", [1, 3])
-def test_generated_chunks_are_kept_once_the_tokens_behind_them_are_known(host, lookahead, layout):
+def test_generated_chunks_are_kept_once_the_tokens_after_them_are_known(host, lookahead, layout):
     served, asked = host(lookahead, layout, save_decode=True), prompt(1, CHUNK + 3)
     request = served.submit("first", asked)
     for token in range(3 * CHUNK):
@@ -73,7 +73,7 @@ def test_generated_chunks_are_kept_once_the_tokens_behind_them_are_known(host, l
     served.assert_at_rest()
 
 
-def test_an_item_behind_a_chunk_counts_as_the_tokens_there(host):
+def test_an_item_after_a_chunk_counts_as_the_tokens_there(host):
     served, asked = host(1), prompt(1, 2 * CHUNK + 3)
 
     def showing(image):
@@ -85,7 +85,7 @@ def test_an_item_behind_a_chunk_counts_as_the_tokens_there(host):
     served.assert_at_rest()
 
 
-def test_kv_that_a_step_left_unwritten_is_not_stored_nor_anything_behind_it():
+def test_kv_that_a_step_left_unwritten_is_not_stored_nor_anything_after_it():
     provenance = Provenance([BLOCK])
     whole = Step((), (), lambda request_id: [[1, 2, 3]])
     partial = attrs.evolve(whole, writes_all=False)

@@ -8,9 +8,9 @@ import pytest
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import WorkerReport
-from kvtier_core.engine.ranks import Ranks
+from kvtier_core.engine.start.ranks import Ranks
 from kvtier_core.layouts import Elements, KVStructure
-from kvtier_core.testing.samples import make_group, make_layout
+from kvtier_testing.samples import make_group, make_layout
 
 GROUP = attrs.evolve(make_group((100, 100)), dtype="float32", structure=KVStructure.KEYS_AND_VALUES)
 REPORT = WorkerReport("cpu", (GROUP,), (("layers", "a b"), ("page layout", "LBHNC")), failure_policy="recompute")
@@ -73,7 +73,7 @@ def test_a_fact_of_some_stages_is_not_a_fact_of_all():
     assert whole.groups[0].structure is KVStructure.OPAQUE
 
 
-def test_where_keys_and_values_lie_is_known_if_all_stages_say_the_same():
+def test_the_places_of_keys_and_values_are_known_if_all_stages_agree():
     keys, values = Elements(1, 16, 4, 0, 8, 8, 1), Elements(1, 16, 4, 4, 8, 8, 1)
     known = {"elements": (keys, values)}
     first = attrs.evolve(REPORT, groups=(attrs.evolve(GROUP, depths=(0, 1), **known),))
@@ -115,5 +115,5 @@ def test_frames_of_any_ranks_have_all_layers_in_each_shard():
     assert Ranks([divided, divided]).in_chunks(config)[1].any_ranks
     assert not Ranks([REPORT, REPORT]).in_chunks(config)[1].any_ranks
     assert Ranks([divided, REPORT]).disagreement()
-    with pytest.raises(ValueError, match="all layers in each shard"):
+    with pytest.raises(ValueError, match="all layers and all tokens in each shard"):
         Ranks([divided, attrs.evolve(LAST, own_ranks="")], stages=2).in_chunks(config)

@@ -137,14 +137,14 @@ def test_blocks_that_kvtier_did_not_fill_are_not_stored_nor_what_stands_on_them(
     served.assert_at_rest()
 
 
-def test_tokens_behind_a_load_are_stored(host):
+def test_tokens_after_a_load_are_stored(host):
     served, asked = host(), prompt(1, 2 * CHUNK)
     served.ask("first", asked)
     assert served.ask("longer", prompt(2, 4 * CHUNK, asked)) == 2 * CHUNK
     assert stored(served) == 4
 
 
-def test_when_trusted_blocks_are_reported_bad_nothing_of_before_is_kept(host):
+def test_when_trusted_blocks_are_reported_bad_nothing_earlier_is_kept(host):
     served = host()
     served.late_stores = 4
     first = served.submit("first", prompt(1, 6 * CHUNK))
@@ -391,7 +391,7 @@ def test_requests_wait_for_a_ranks_self_test_no_longer_than_they_may(host, said)
     now[0] = 2.0
     served.run(waiting)
     assert waiting.offered == 0
-    assert said()[-1] == "kvtier: second: hit 0 of 24 tokens: the self-test is not over"
+    assert said()[-1] == "kvtier: second: hit 0 of 24 tokens: the self-test has not finished"
 
 
 def test_a_failed_self_test_ends_it_all(host, said, caplog):
@@ -535,7 +535,7 @@ def test_finished_requests_are_recorded(stack):
     assert Recorder.lines == [(7.0, 26, 0, 3, "stop"), (7.0, 8, 1, 0, "abort"), "closed"]
 
 
-def test_an_engine_that_is_stopped_with_requests_under_way_blames_nobody_for_their_slots(stack, caplog):
+def test_an_engine_that_is_stopped_with_requests_under_way_logs_no_leaked_slots(stack, caplog):
     """One waits with what it has found, one loads, and one was aborted while it loads."""
     served, asked = Host(stack(), blocks=60), prompt(1, 3 * CHUNK)
     served.ask("first", asked)
@@ -554,13 +554,13 @@ def test_an_engine_that_is_stopped_with_requests_under_way_blames_nobody_for_the
     served._mover.close()
 
 
-def test_slots_of_nobody_are_told_when_an_engine_is_stopped(stack, caplog):
+def test_leaked_slots_are_logged_when_an_engine_is_stopped(stack, caplog):
     served, asked = Host(stack()), prompt(1, 3 * CHUNK)
     served.ask("first", asked)
     served.manager.lookup(served.side._requests.keys(served.side.track(served.submit("x", asked).view()), 24), "y")
     served.side.close()
     (line,) = [record.getMessage() for record in caplog.records if "still holds" in record.getMessage()]
-    assert line == "kvtier: y still holds 3 slots; a tier hangs, or this is a bug in kvtier"
+    assert line == "kvtier: y still holds 3 slots; a tier is hanging, or this is a bug in kvtier"
     served._mover.close()
 
 
@@ -577,7 +577,7 @@ def test_the_engine_is_kept_stepping_for_transfers_but_not_for_those_that_hang(s
     now[0] += 5.0
     assert not served.side.busy() and not served.side.busy()
     assert [record.getMessage() for record in caplog.records] == [
-        "kvtier: request slow (2) still holds 3 slots; a tier hangs, or this is a bug in kvtier"
+        "kvtier: request slow (2) still holds 3 slots; a tier is hanging, or this is a bug in kvtier"
     ]
     served.run(slow)
     served.close()

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from fake_host import CHUNK, LAYOUT, Host, prompt
+from patience import HANG
 from test_groups import FULL, LOCAL, LONG, STATE, WINDOW
 from test_scheduler_side import said  # noqa: F401 - a fixture
 from test_waiting import Clock
@@ -54,7 +55,7 @@ def loads(host, request):
     """Steps until the request waits no longer; it must not take more of them than there are chunks to come."""
     for _ in range(100):
         host.step()
-        host.side.drain(10.0)
+        host.side.drain(HANG)
         if request.state != "waiting":
             return request.offered
     raise AssertionError("it waits for chunks that have no room")
@@ -68,7 +69,7 @@ def test_a_prompt_longer_than_the_arena_is_loaded_as_far_as_it_fits(host, said, 
     request = small.submit("second", ASKED)
     if queued:
         small.side.arrived(request.view())
-        small.side.drain(10.0)
+        small.side.drain(HANG)
     assert loads(small, request) == slots * CHUNK
     small.run(request)
     loaded, left = slots * CHUNK, CHUNKS - slots
@@ -125,7 +126,7 @@ def test_no_request_keeps_the_slots_that_the_self_test_needs(host, monkeypatch):
     passed, small.outcomes = small.outcomes, Counter()
     request = small.submit("second", ASKED)
     small.side.match(request.view(), 0)
-    small.side.drain(10.0)
+    small.side.drain(HANG)
     plan = small.side.plan
 
     def planned(step):

@@ -13,14 +13,14 @@ from patience import HANG, wait_until
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
-from kvtier_core.engine.worker_side import WorkerSide
+from kvtier_core.engine.worker.side import WorkerSide
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import seal_part
 from kvtier_core.interfaces import PagedKVCache, PageRun
-from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
 from kvtier_core.transfer import staged_reader
 from kvtier_core.types import FRAME_ALIGNMENT, FrameRead, ReadStatus, Slot, StoredFrame
 from kvtier_gds.slab_files import SlabFiles
+from kvtier_testing.samples import make_context, make_frame, make_keys, make_layout, make_namespace
 
 LAYOUT = make_layout((4096, 2048), blocks=2, ranks=2)
 NBYTES = LAYOUT.frame_nbytes

@@ -10,8 +10,8 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import IdentityConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import WorkerReport
-from kvtier_core.engine.scheduler_side import SchedulerSide
-from kvtier_core.engine.startup import Engine, Identity, Refusal
+from kvtier_core.engine.scheduler.side import SchedulerSide
+from kvtier_core.engine.start.startup import Engine, Identity, Refusal
 from kvtier_core.types import Namespace
 
 CONFIG = load_config(

@@ -13,7 +13,7 @@ from test_waiting import Clock
 
 from kvtier_core.engine import starvation
 from kvtier_core.engine.starvation import Starvation
-from kvtier_core.engine.worker_side import WorkerSide
+from kvtier_core.engine.worker.side import WorkerSide
 
 EVERY = 10.0
 

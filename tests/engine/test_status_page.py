@@ -26,8 +26,8 @@ from kvtier_core.cli import main, top
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import KVIdentity
-from kvtier_core.engine.status.page import StatusPage, Tenants
-from kvtier_core.observers.readings import Readings
+from kvtier_core.telemetry.readings import Readings
+from kvtier_core.telemetry.status_page import StatusPage, Tenants
 from kvtier_core.types import Event, EventKind, Usage
 
 ABOUT = {"engine": "e", "model": "tiny", "replica": 0, "identity": "ab" * 32, "cold": ""}
@@ -61,7 +61,7 @@ def asked_of(path, *lines):
     """What the engine answers to these bytes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
-        connection.settimeout(20)
+        connection.settimeout(HANG)
         for line in lines:
             connection.sendall(line)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -200,7 +200,7 @@ def test_each_departure_from_a_tier_is_counted_once(kinds):
         {"at": at, "tiers": [{"tier": "gds", "events": {kind: {"nbytes": nbytes} for kind in kinds}}]}
         for at, nbytes in ((1.0, 10**9), (3.0, 5 * 10**9))
     )
-    assert top._speeds(later, one) == {"in GB/s": ["0.00"], "out GB/s": ["2.00"]}
+    assert top.speeds(later, one) == {"in GB/s": ["0.00"], "out GB/s": ["2.00"]}
 
 
 def test_tenants_are_told_by_digest_and_are_bounded():
@@ -333,7 +333,7 @@ def test_why_an_engine_started_cold(host, path, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("text, why", [("[1, true]", "not a list of token ids"), ("{", "cannot be read")])
+@pytest.mark.parametrize("text, why", [("[1, true]", "not a list of token ids"), ("{", "cannot read")])
 def test_a_prompt_must_be_token_ids(tmp_path, capsys, text, why):
     (tmp_path / "prompt.json").write_text(text)
     assert main(["explain", "--prompt", str(tmp_path / "prompt.json"), "--socket", "nowhere"]) == 2
@@ -355,7 +355,7 @@ def test_a_prompt_must_be_token_ids(tmp_path, capsys, text, why):
         b"[" * 99_999 + b"\n",
     ],
 )
-def test_garbage_disturbs_nobody(host, path, junk):
+def test_garbage_disturbs_no_connection(host, path, junk):
     served = host()
     answer = asked_of(path, junk)
     assert not answer or "error" in json.loads(answer)
@@ -364,7 +364,7 @@ def test_garbage_disturbs_nobody(host, path, junk):
     served.assert_at_rest()
 
 
-def test_a_prompt_that_cannot_be_named_disturbs_nobody(host, path, tmp_path, capsys):
+def test_a_prompt_that_cannot_be_named_disturbs_no_other(host, path, tmp_path, capsys):
     served = host()
     (tmp_path / "prompt.json").write_text(json.dumps([1 << 40] * CHUNK))
     arguments = ["explain", "--prompt", str(tmp_path / "prompt.json"), "--socket", str(path)]
@@ -381,12 +381,12 @@ def test_a_question_too_long_is_not_read_to_its_end(host, path):
 
 
 def test_those_who_hang_are_dropped_and_others_answered(host, path, monkeypatch):
-    monkeypatch.setattr("kvtier_core.engine.status.server._PATIENCE", 0.05)
+    monkeypatch.setattr("kvtier_core.telemetry.status_server._PATIENCE", 0.05)
     served = host()
     with contextlib.ExitStack() as closing:
         for said in [b"", b'{"sta'] * 20:
             hanging = closing.enter_context(socket.socket(socket.AF_UNIX))
-            hanging.settimeout(20)
+            hanging.settimeout(HANG)
             hanging.setblocking(False)
             with contextlib.suppress(BlockingIOError):  # the kernel's queue is full too
                 hanging.connect(str(path))
@@ -401,7 +401,7 @@ def test_those_who_hang_are_dropped_and_others_answered(host, path, monkeypatch)
 
 
 def test_a_client_that_sends_a_byte_now_and_then_is_dropped(host, path, monkeypatch):
-    monkeypatch.setattr("kvtier_core.engine.status.server._PATIENCE", 0.5)
+    monkeypatch.setattr("kvtier_core.telemetry.status_server._PATIENCE", 0.5)
     host()
     answered = threading.Event()
 
@@ -423,7 +423,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_dropped(host, path, monkeypa
 
 def test_the_end_waits_for_no_client(host, path, monkeypatch):
     for name in ("_PATIENCE", "_CLOSE_TIMEOUT"):
-        monkeypatch.setattr(f"kvtier_core.engine.status.server.{name}", 3600.0)
+        monkeypatch.setattr(f"kvtier_core.telemetry.status_server.{name}", 3600.0)
     served = host()
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
@@ -438,7 +438,7 @@ def test_the_end_waits_for_no_client(host, path, monkeypatch):
         assert client.recv(1) == b""
 
 
-def test_questions_that_nobody_waits_for_are_forgotten(host, path):
+def test_questions_that_no_request_waits_for_are_forgotten(host, path):
     """An idle engine takes none."""
     served = host()
     question = json.dumps({"prompt": PROMPT}).encode() + b"\n"
@@ -454,17 +454,17 @@ def test_questions_that_nobody_waits_for_are_forgotten(host, path):
 def test_the_socket_is_its_owners_alone_and_goes_with_the_engine(host, path):
     served = host()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    before = threading.active_count()
+    (answers,) = (thread for thread in threading.enumerate() if thread.name == "kvtier-status")
     served.side.status.close()
     assert not path.exists()
-    assert threading.active_count() == before - 1
+    assert not answers.is_alive()
 
 
 def test_a_socket_that_a_killed_engine_left_is_replaced(host, path, capsys):
     script = "import socket, os, signal, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); "
     subprocess.run([sys.executable, "-c", script + "os.kill(os.getpid(), signal.SIGKILL)", str(path)])
     assert main(["status", "--socket", str(path)]) == 2
-    assert "no engine answers: [Errno 111] Connection refused; it may have ended" in capsys.readouterr().err
+    assert "no engine answers: [Errno 111] Connection refused; it may have exited" in capsys.readouterr().err
     host()
     assert main(["status", "--socket", str(path)]) == 0
 
@@ -475,8 +475,8 @@ def test_a_path_that_is_not_an_abandoned_socket_is_left_alone(host, path, caplog
     assert path.read_text() == "something else"
     assert served.ask("first", PROMPT) == 0
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"kvtier: status: {path}: no socket can be opened, so that kvtier status finds no engine: [Errno 98] Address "
-        "already in use; name another place for it, status: PATH"
+        f"kvtier: status: {path}: cannot open a socket, so kvtier status cannot find this engine: [Errno 98] Address "
+        "already in use; set another path, status: PATH"
     ]
 
 
@@ -490,7 +490,7 @@ def test_engines_are_found_where_they_are_by_default(host, tmp_path, monkeypatch
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert main(["status"]) == 2
-    assert "no engine has a socket in" in capsys.readouterr().err
+    assert "no engine socket in" in capsys.readouterr().err
     host(status="auto")
     assert main(["status"]) == 0
 

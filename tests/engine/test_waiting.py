@@ -5,13 +5,14 @@ from __future__ import annotations
 import attrs
 import pytest
 from fake_host import CHUNK, FRAME, Host, prompt
+from patience import HANG
 from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 
 from kvtier_core.engine.request_view import Bypass
 from kvtier_core.engine.scheduler.waiting import PrefillSpeed
 from kvtier_core.engine.step import ScheduledRequest, Step
-from kvtier_core.observers.readings import Readings
-from kvtier_core.stack.outcomes import Lookup
+from kvtier_core.stack.outcomes import Arriving, Lookup
+from kvtier_core.telemetry.readings import Readings
 from kvtier_core.types import EventKind
 
 CHUNKS = 4
@@ -138,8 +139,8 @@ def test_tokens_recomputed_after_a_preemption_count_as_prompt(served):
 def loaded_from_two_tiers(host, waits):
     """The events of a load of 400 tokens in 0.4 s, by a request that had waited so."""
     state = host.side.track(host.submit("second", ASKED).view())
-    state.waits, state.load_begun = waits, host.side._clock()
-    state.sources.update({"heap": 300, "disk": 100})
+    state.wait.seconds, state.load.begun = waits, host.side._clock()
+    state.load.sources.update({"heap": 300, "disk": 100})
     host.side._clock.now += 0.4
     events = host.side._waiting.loaded(state)
     assert not host.side._waiting.end(state, 0), "its waits are counted once"
@@ -174,7 +175,7 @@ def test_loads_before_the_speed_was_known_are_counted_once_it_is(served):
     readings.add(early := loaded_from_two_tiers(host, {"disk": 0.5}))
     assert [readings.of(tier).net for tier in ("heap", "disk")] == [None, None]
     assert readings.lines_of_savings()[1] == (
-        "disk: how many seconds were saved is not known: this engine has computed no prompt; 0.60 s waited, "
+        "disk: seconds saved are unknown: this engine has computed no prompt; 0.60 s waited, "
         "0 tokens loaded, 0 declined"
     )
     assert net_shown(early) == []
@@ -231,7 +232,7 @@ def computes(host, tokens_per_second):
 
 def delivers(host, nbytes_per_second):
     """What its reads would have shown."""
-    tier = host.manager._tiers[0]
+    tier = host.manager.tiers[0]
     tier._reads._speed.rate = nbytes_per_second
     return tier
 
@@ -260,7 +261,7 @@ def test_a_waiting_request_is_not_looked_up_in_each_step(served, monkeypatch):
     assert host.side.match(view, 0) is None
     assert [host.side.still_waits("second", view.tokens, 0) for _ in range(100)] == [True] * 100
     assert len(lookups) == 1
-    host.side.drain(10.0)
+    host.side.drain(HANG)
     assert not host.side.still_waits("second", view.tokens, 0)
     assert host.side.match(view, 0) == CHUNKS * CHUNK
     host.side.finished(view, "abort")
@@ -294,8 +295,8 @@ def test_a_request_that_has_changed_is_looked_up(served):
 def test_a_store_that_is_silent_for_so_long_is_not_waited_for(served, load):
     """Neither by a request whose chunks an earlier one waits for, nor by one whose chunks would be read next."""
     host = served(load_wait="1s", load=load)
-    clock, tier = host.side._clock, host.manager._tiers[0]
-    tier._chooser._clock = clock
+    clock, tier = host.side._clock, host.manager.tiers[0]
+    tier.chooser._clock = clock
     computes(host, CHUNK / 0.1)
     tier._reads._speed.begin(1, 0.0)
     for clock.now, answer in ((0.3, None), (1.0, 0)):
@@ -326,7 +327,7 @@ def test_a_slow_store_is_declined_and_the_line_has_both_numbers(served, said):  
     assert saved(host).declined == CHUNKS * CHUNK
 
 
-def test_declined_chunks_behind_a_load_count_once(served):
+def test_declined_chunks_after_a_load_count_once(served):
     host = served()
     computes(host, CHUNK / 0.1)
     delivers(host, FRAME / 1e-3)
@@ -346,7 +347,7 @@ def test_a_declined_store_is_probed_and_taken_again(served, said):  # noqa: F811
     assert tier._reads._speed.rate != FRAME / 1e3, "a probe was measured"
     clock.now = 2.0
     tier._reads._speed.rate = FRAME / 1e-3
-    host.manager._arenas[0].make_room(32)
+    host.manager.arenas[0].make_room(32)
     assert host.ask("third", ASKED) == CHUNKS * CHUNK
     assert said()[-1].startswith("kvtier: third: hit 32 of 35 tokens: disk 32")
 
@@ -373,7 +374,7 @@ def test_the_engines_own_queue_is_not_waiting(served, said):  # noqa: F811
     computes(host, CHUNK / 0.1)
     request = host.submit("second", ASKED)
     assert host.side.match(request.view(), 0) is None
-    host.side.drain(10.0)
+    host.side.drain(HANG)
     for clock.now in (0.25, 0.5, 30.0):
         assert host.side.match(request.view(), 0) == CHUNKS * CHUNK
     host.run(request)
@@ -418,15 +419,15 @@ def test_each_tier_is_charged_with_what_it_was_waited_for(served):
     waiting = host.side._waiting
     for clock.now, awaited in ((0.0, "far"), (1.0, "disk"), (1.5, "")):
         waiting.asked(state)
-        assert waiting.allows(state, Lookup(pending=4, awaited=awaited))
+        assert waiting.allows(state, Lookup(arriving=Arriving(4, awaited)))
     clock.now = 3.5
     waiting.asked(state)
     assert not waiting.end(state, 32)
     clock.now = 4.5
-    state.sources.update({"disk": 24, "heap": 8})
+    state.load.sources.update({"disk": 24, "heap": 8})
     waited = {event.tier: event.seconds for event in waiting.loaded(state) if event.kind is EventKind.WAITED}
     assert waited == {"far": 1.0, "disk": 0.5 + 0.75, "heap": 0.25}
-    assert state.waited == 3.5
+    assert state.wait.total == 3.5
     host.side.finished(state.view, "abort")
 
 
@@ -436,7 +437,7 @@ def test_chunks_on_their_way_are_waited_for_in_their_tier(served):
     host.manager.lookup(host.side._requests.keys(host.side.track(request.view()), 32), "other")
     host.manager._promotions.start(lambda key: False)
     found = host.manager.lookup(host.side._requests.get("second").path, "second")
-    assert (found.pending, found.awaited) == (CHUNKS, "disk")
+    assert (found.arriving.chunks, found.arriving.tier) == (CHUNKS, "disk")
     host.manager.release("other")
     host.manager.release("second")
     host.side.finished(request.view(), "abort")
@@ -481,7 +482,7 @@ def test_chunks_of_a_queued_request_are_promoted(served, said):  # noqa: F811
     host = served()
     request = host.submit("second", ASKED)
     host.side.arrived(request.view())
-    host.side.drain(10.0)
+    host.side.drain(HANG)
     assert host.side.match(request.view(), 0) == CHUNKS * CHUNK
     host.run(request)
     assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32"

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 
-from kvtier_core.config.compose import open_stack
 from kvtier_core.config.load import load_config
+from kvtier_core.config.open import open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import StepPlan, Transfer
-from kvtier_core.engine.worker_side import WorkerSide
+from kvtier_core.engine.worker import side as worker_side
+from kvtier_core.engine.worker.side import WorkerSide
 from kvtier_core.errors import ConfigError
 from kvtier_core.interfaces import DirectReader, JobResult, PagedKVCache, PageRun
 from kvtier_core.layouts import ChunkLayout, KVKind
-from kvtier_core.testing.samples import make_context, make_group, make_key, make_layout
+from kvtier_core.transfer.cuda.autotune import decided
+from kvtier_core.transfer.cuda.library import Method
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import Location, Slot, StoredFrame
+from kvtier_testing.samples import PagedBuffer, make_context, make_group, make_key, make_layout
 
 LAYOUT = make_layout((64, 32), blocks=2, ranks=2, replicas=2)
 BLOCKS = 8
@@ -60,7 +66,7 @@ def test_each_tests_a_slot_of_its_own(ranks, arena):
     assert used == [True, True, False, False]
 
 
-def test_a_rank_tests_one_part_while_another_one_tests_another_part(monkeypatch):
+def test_ranks_test_different_parts_at_the_same_time(monkeypatch):
     """The shards of different parts begin at different places: in one slot they would overlap."""
     groups = [make_group((256,), kind=KVKind.SLIDING_WINDOW, reach=16), make_group((64, 64))]
     layout = ChunkLayout(groups, tokens=16, ranks=2, stages=((0, 2), (1, 0)))
@@ -78,7 +84,7 @@ def test_a_rank_tests_one_part_while_another_one_tests_another_part(monkeypatch)
         side.close()
 
 
-def test_one_stores_and_both_load(ranks, arena):
+def test_one_engine_stores_and_both_load(ranks, arena):
     pages = (((3, 5),),)
     for side in ranks:
         side.progress()
@@ -146,13 +152,71 @@ def test_a_reader_waits_for_the_stores_under_way(arena, monkeypatch):
     reader.load = lambda job, frames, pages, after: calls.append(f"load after {after}")
     side.store(StepPlan(stores=((7, Transfer((Slot(0, 2),), (((3, 5),),))),)))
     side.fence(StepPlan())
+    side.mark()
     frame = StoredFrame("store", Location((0,), LAYOUT.frame_nbytes), make_key(0), b"")
     plan = StepPlan(loads=(("a request", Transfer((frame,), (((3, 5),),))),))
     side.fence(plan)
+    side.mark()
     side.load(plan, idle=False)
     side.load(StepPlan(loads=(("another", plan.loads[0][1]),)), idle=False)
     assert calls == ["a", "fence 1", "b", "load after b", "load after None"]
     side.close()
+
+
+@pytest.fixture
+def over_a_device(monkeypatch):
+    """A device that works when a test says so, and a way to make worker sides of its pages, with so many arenas."""
+    cuda, pages = FakeCuda(deferred=True), PagedBuffer(LAYOUT, BLOCKS, random.Random(0))
+    world = SimpleNamespace(layout=LAYOUT, kv_cache=pages.kv_cache(), slots=bytearray(4 * LAYOUT.frame_nbytes))
+    monkeypatch.setattr(worker_side, "attach", lambda *_: cuda.mover(world, autotune=decided(Method.STAGED)))
+    monkeypatch.setattr(worker_side, "try_copies", lambda *_: "")  # it would wait for the device
+    sides = []
+
+    def make(arenas=1):
+        sides.append(WorkerSide(stack_of(4).arenas * arenas, 0, lambda _: world.kv_cache, []))
+        sides[-1].attach(StepPlan(arenas=("",) * arenas, layout=LAYOUT))
+        return sides[-1]
+
+    yield cuda, make
+    cuda.hold(None)
+    cuda.finish()
+    for side in sides:
+        side.close()
+
+
+def must_not_overtake(cuda, loading, loads, storing):
+    """The device has not begun a store of blocks that a load fills."""
+    cuda.hold(storing._movers[0]._stores.kernels)
+    loading.load(loads, idle=False)
+    cuda.finish()
+    assert loading.loaded() == (set(), set()), "the load overtook the store"
+    cuda.hold(None)
+    cuda.finish()
+    assert loading.loaded() == ({"a request"}, set())
+
+
+@pytest.mark.parametrize("arena", [0, 1])
+def test_no_load_overtakes_a_store_into_another_arena(over_a_device, arena):
+    cuda, make = over_a_device
+    side = make(arenas=2)
+    side.store(StepPlan(stores=((7, Transfer((Slot(0, 2),), (((3, 5),),))),)))
+    plan = StepPlan(loads=(("a request", Transfer((Slot(arena, 1),), (((3, 5),),))),))
+    side.fence(plan)
+    side.mark()
+    must_not_overtake(cuda, side, plan, side)
+
+
+def test_no_load_overtakes_a_store_of_another_worker_side(over_a_device):
+    """Two connectors of one engine: the plan of the second names its store, as the first loads into those blocks."""
+    cuda, make = over_a_device
+    loading, storing = make(), make()
+    storing.store(StepPlan(stores=((7, Transfer((Slot(0, 2),), (((3, 5),),))),)))
+    plan = StepPlan(loads=(("a request", Transfer((Slot(0, 1),), (((3, 5),),))),))
+    loading.fence(plan)
+    storing.fence(StepPlan(stores_to_fence=(7,)))
+    loading.mark()
+    storing.mark()
+    must_not_overtake(cuda, loading, plan, storing)
 
 
 def test_movers_are_closed_when_no_reader_reads_any_more(ranks, monkeypatch):
@@ -187,7 +251,7 @@ def test_of_a_store_that_fills_some_slots_the_leading_ones_are_reported(ranks, m
 def test_an_arena_has_a_slot_for_each(arena):
     context = make_context(layout=LAYOUT)
     open_stack(stack_of(2), context).close()
-    with pytest.raises(ConfigError, match="copies are tested in 2 slots before anything is stored, and it has 1"):
+    with pytest.raises(ConfigError, match="the self-test of copies needs 2 slots, got 1"):
         open_stack(stack_of(1), context)
 
 

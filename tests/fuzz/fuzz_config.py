@@ -26,11 +26,11 @@ SEEDS = [
     save_decode: true
     token_database: {type: chained}
     tiers:
-      - {type: cpu, capacity: 8GiB, huge_pages: off, eviction: lfu}
+      - {type: cpu, capacity: 8GiB, huge_pages: off, eviction: lru}
       - type: disk
         path: "/var/lib/kvtier"
         capacity: 200GiB
-        eviction: {type: fifo}
+        eviction: {type: lru}
         serializer: raw
         threads: 8
         inflight: 2GiB

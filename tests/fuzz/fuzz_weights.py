@@ -9,7 +9,7 @@ import atheris
 import harness
 
 with atheris.instrument_imports(include=["kvtier_core", "json"]):
-    from kvtier_core.engine import weights
+    from kvtier_core.identity import weights
 
 FILE = harness.new_folder("input") / "model.safetensors"
 HEADERS = [

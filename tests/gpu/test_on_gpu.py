@@ -11,15 +11,28 @@ import attrs
 import pytest
 import torch
 
-from kvtier_core.config.compose import open_stack
 from kvtier_core.config.load import load_config
+from kvtier_core.config.open import open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import seal_part
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.testing.laws.arenas import ArenaLaws, settle, shard_of
-from kvtier_core.testing.samples import (
+from kvtier_core.transfer.cuda.autotune import decided
+from kvtier_core.transfer.cuda.checksums import SumsMemory
+from kvtier_core.transfer.cuda.library import Method, load
+from kvtier_core.transfer.cuda.opening import HALF_NBYTES, open_mover
+from kvtier_core.transfer.packing import pack
+from kvtier_core.transfer.staged_reader import StagedReader
+from kvtier_core.types import FRAME_ALIGNMENT, Location, ReadStatus, StoredFrame
+from kvtier_core.work.io_pool import Outcome
+from kvtier_cpu import plugin
+from kvtier_cpu.config import CpuConfig
+from kvtier_gds import device_lane
+from kvtier_gds.device_lane import DeviceLane
+from kvtier_gds.slab import Extent
+from kvtier_testing.laws.arenas import ArenaLaws, settle, shard_of
+from kvtier_testing.samples import (
     PagedBuffer,
     make_context,
     make_group,
@@ -28,19 +41,6 @@ from kvtier_core.testing.samples import (
     make_namespace,
     poison,
 )
-from kvtier_core.transfer.cuda.autotune import decided
-from kvtier_core.transfer.cuda.checksums import SumsMemory
-from kvtier_core.transfer.cuda.library import Method, load
-from kvtier_core.transfer.cuda.opening import HALF_NBYTES, open_mover
-from kvtier_core.transfer.io_pool import Outcome
-from kvtier_core.transfer.packing import pack
-from kvtier_core.transfer.staged_reader import StagedReader
-from kvtier_core.types import FRAME_ALIGNMENT, Location, ReadStatus, StoredFrame
-from kvtier_cpu import plugin
-from kvtier_cpu.config import CpuConfig
-from kvtier_gds import device_lane
-from kvtier_gds.device_lane import DeviceLane
-from kvtier_gds.slab import Extent
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU here: make gpu-check on a machine with one"

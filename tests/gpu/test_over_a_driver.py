@@ -7,13 +7,15 @@ import attrs
 import pytest
 import test_on_gpu
 from fake_cuda import FakeCuda
+from sizes import some
 from test_on_gpu import SHAPES, GpuPages
 
 from kvtier_core.transfer import cuda
+from kvtier_core.transfer.cuda import opening
 from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 from kvtier_core.transfer.cuda.library import Method
 from kvtier_core.transfer.cuda.opening import open_mover
-from kvtier_core.transfer.io_pool import Outcome
+from kvtier_core.work.io_pool import Outcome
 
 QUICK = ["words", "several ranks", "ranks that lock and read their shards alone", "two groups"]
 
@@ -34,7 +36,7 @@ def memory_of_the_host(monkeypatch):
     fake, kv_cache = FakeCuda(), GpuPages.kv_cache
     options = {"device": fake.device(), "engine": fake}
 
-    monkeypatch.setattr(cuda, "attach", functools.partial(open_mover, **options))
+    monkeypatch.setattr(opening, "open_mover", functools.partial(open_mover, **options))
     monkeypatch.setattr(cuda, "open_device_slots", functools.partial(DeviceSlots, **options))
     monkeypatch.setattr(test_on_gpu, "open_mover", functools.partial(open_mover, **options))
     monkeypatch.setattr(GpuPages, "device", "cpu")
@@ -48,7 +50,7 @@ def test_every_method_copies_over_the_driver(method, shape):
     test_on_gpu.test_every_method_copies_each_byte_that_is_wanted_and_no_other(method, shape, 16, 4 << 20)
 
 
-@pytest.mark.parametrize("model", test_on_gpu.MODELS)
+@pytest.mark.parametrize("model", some(test_on_gpu.MODELS))
 def test_chunks_of_a_stack_come_back_over_the_driver(model):
     test_on_gpu.test_chunks_of_a_stack_come_back(model)
 

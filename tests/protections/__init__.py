@@ -5,6 +5,7 @@ from __future__ import annotations
 from protections import (
     commands,
     engine,
+    fleet,
     frames,
     hosts,
     identity,
@@ -17,5 +18,5 @@ from protections import (
     vllm,
 )
 
-ROOMS = (identity, vllm, hosts, engine, server, stack, lookups, frames, transfer, storekit, plugins, commands)
+ROOMS = (identity, vllm, hosts, engine, server, fleet, stack, lookups, frames, transfer, storekit, plugins, commands)
 MUTANTS = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -4,40 +4,47 @@ from __future__ import annotations
 
 from protections.mutant import Mutant
 
-DIGEST_CACHE = "kvtier_core/engine/digest_cache.py"
-WEIGHTS = "kvtier_core/engine/weights.py"
-SCHEDULER = "kvtier_core/engine/scheduler_side.py"
+DIGEST_CACHE = "kvtier_core/identity/digest_cache.py"
+WEIGHTS = "kvtier_core/identity/weights.py"
+SCHEDULER = "kvtier_core/engine/scheduler/side.py"
 WAITING = "tests/engine/test_waiting.py::"
-WORKER = "kvtier_core/engine/worker_side.py"
+WORKER = "kvtier_core/engine/worker/side.py"
 RECORDER = "kvtier_core/engine/recorder.py"
 PROVENANCE = "kvtier_core/engine/scheduler/provenance.py"
-REPORTS = "kvtier_core/engine/worker_reports.py"
 STORES = "kvtier_core/engine/scheduler/store_jobs.py"
+STORING = "kvtier_core/engine/scheduler/storing.py"
 LOADS = "kvtier_core/engine/scheduler/loads.py"
 TRACKED = "kvtier_core/engine/scheduler/requests.py"
 HANDOVERS = "kvtier_core/engine/scheduler/handovers.py"
 APART = "tests/engine/test_handovers.py::"
 SELF_TEST_GATE = "kvtier_core/engine/scheduler/self_test_gate.py"
 REQUEST_VIEW = "kvtier_core/engine/request_view.py"
-SELF_TEST = "kvtier_core/engine/self_test.py"
-REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
-WEIGHT_TESTS = "tests/vllm/test_weights.py::"
-SERVING = "tests/vllm/test_serving.py::"
-TROUBLE = "tests/vllm/test_trouble.py::"
+SELF_TEST = "kvtier_core/engine/worker/self_test.py"
+REQUEST_TESTS = "plugins/kvtier_vllm/tests/test_request_identity.py::"
+WEIGHT_TESTS = "plugins/kvtier_vllm/tests/test_weights.py::"
+SERVING = "plugins/kvtier_vllm/tests/test_serving.py::"
+TROUBLE = "plugins/kvtier_vllm/tests/test_trouble.py::"
 WORKER_TESTS = "tests/engine/test_worker_side.py::"
 SALTS = "tests/engine/test_salts.py::"
-SELFTEST = "tests/vllm/test_self_test.py::"
+SELFTEST = "plugins/kvtier_vllm/tests/test_self_test.py::"
 SEAM = "tests/engine/test_scheduler_side.py::"
 GROUPS = "tests/engine/test_groups.py::"
-BESIDE = "tests/vllm/test_beside_others.py::"
+BESIDE = "plugins/kvtier_vllm/tests/test_beside_others.py::"
 
 MUTANTS = (
     Mutant(
         "leases-never-end",
         HANDOVERS,
-        "if lease.ends <= self._clock():",
+        "if lease.ends <= now:",
         "if False:",
         APART + "test_handed_over_chunks_are_pinned_until_a_step_after_their_lease",
+    ),
+    Mutant(
+        "one-copy-ends-the-leases-of-equal-prompts",
+        HANDOVERS,
+        "copied[last] -= 1",
+        "pass",
+        APART + "test_of_equal_prompts_one_copy_ends_one_lease",
     ),
     Mutant(
         "leases-pin-the-whole-arena",
@@ -58,7 +65,7 @@ MUTANTS = (
         HANDOVERS,
         "lease.settled = not found.pending",
         "lease.settled = True",
-        APART + "test_handed_over_chunks_are_pinned_until_a_step_after_their_lease",
+        APART + "test_what_another_request_is_storing_is_kept_too",
     ),
     Mutant(
         "what-workers-read-from-slabs-is-shown-to-nobody",
@@ -91,16 +98,16 @@ MUTANTS = (
     Mutant(
         "waits-where-nothing-can-be-asked",
         SCHEDULER,
-        " or not state.late_from",
+        " or not state.late.tier",
         "",
         APART + "test_no_request_waits_if_no_store_can_be_asked",
     ),
     Mutant(
         "elements-of-one-stage-are-those-of-all",
-        "kvtier_core/engine/ranks.py",
+        "kvtier_core/engine/start/ranks.py",
         "elements=elements.pop() if len(elements) == 1 else (),",
         "elements=elements.pop(),",
-        "tests/engine/test_ranks.py::test_where_keys_and_values_lie_is_known_if_all_stages_say_the_same",
+        "tests/engine/test_ranks.py::test_the_places_of_keys_and_values_are_known_if_all_stages_agree",
     ),
     Mutant(
         "one-lock-for-all-files",
@@ -156,7 +163,7 @@ MUTANTS = (
         SCHEDULER,
         "self.namespace = self._first_namespace.renewed()",
         "self.namespace = self._first_namespace",
-        SERVING + "test_a_frame_of_before_is_not_served_even_if_it_could_not_be_deleted",
+        SERVING + "test_an_earlier_frame_is_not_served_even_if_it_could_not_be_deleted",
     ),
     Mutant(
         "a-report-of-changed-weights-is-dropped",
@@ -182,42 +189,42 @@ MUTANTS = (
     Mutant(
         "requests-go-on-over-an-epoch",
         SCHEDULER,
-        'Bypass("it began before the cache was reset"))\n        self._distrust_all()',
+        'Bypass("it began before the cache was reset"))\n        self._stores.distrust_all()',
         "None)",
         SERVING + "test_a_request_under_way_when_the_weights_change_is_not_kept",
     ),
     Mutant(
         "the-engines-own-cache-outlives-an-epoch",
         SCHEDULER,
-        "self._distrust_all()\n        return not self._loads",
+        "self._stores.distrust_all()\n        return not self._loads",
         "return not self._loads",
         BESIDE + "test_kv_held_by_the_engine_at_a_reset_is_not_stored",
     ),
     Mutant(
         "draft-kv-that-is-not-final",
-        "kvtier_core/engine/scheduler_side.py",
+        STORING,
         "state.trusted + bool(self._lookahead)",
         "state.trusted + self._lookahead",
-        "tests/engine/test_lookahead.py::test_a_chunk_is_found_where_the_tokens_behind_it_are_the_same_too",
+        "tests/engine/test_lookahead.py::test_a_chunk_is_found_where_the_tokens_after_it_are_equal_too",
     ),
     Mutant(
         "bad-blocks-go-unheard",
         SCHEDULER,
-        "if self._provenance.trusts_any(result.invalid_blocks):",
+        "if self._stores.provenance.trusts_any(result.invalid_blocks):",
         "if False:",
-        BESIDE + "test_kv_loaded_by_other_connectors_is_not_stored_nor_anything_behind_it[True-False]",
+        BESIDE + "test_kv_loaded_by_other_connectors_is_not_stored_nor_anything_after_it[True-False]",
     ),
     Mutant(
         "others-overtake-stores",
-        SCHEDULER,
+        STORING,
         "self._new_blocks.union(step.new_blocks)",
         "step.new_blocks",
         SEAM + "test_another_connector_overwrites_no_block_before_a_late_store_has_read_it",
     ),
     Mutant(
         "no-token-left-to-compute",
-        SCHEDULER,
-        "return tokens - 1 if self._boundaries and not self._lookahead else tokens",
+        TRACKED,
+        "return tokens - self._leaves_one",
         "return tokens",
         GROUPS + "test_one_token_is_always_left_to_compute",
     ),
@@ -251,7 +258,7 @@ MUTANTS = (
     ),
     Mutant(
         "zeroed-before-they-are-read",
-        "kvtier_core/engine/worker_side.py",
+        "kvtier_core/engine/worker/side.py",
         "if self._fence_at_once:",
         "if False:",
         "tests/engine/test_worker_side.py::test_stores_of_an_engine_that_overwrites_blocks_early_are_fenced_at_once",
@@ -266,37 +273,37 @@ MUTANTS = (
     Mutant(
         "an-empty-slot-counts-as-filled",
         WORKER,
-        "self._report.filled[task.id] = min(begun.empty)",
-        "self._report.filled[task.id] = begun.slots",
+        "self._report.filled[task.job] = min(begun.empty)",
+        "self._report.filled[task.job] = begun.slots",
         "tests/engine/test_worker_side.py::test_of_a_store_that_fills_some_slots_the_leading_ones_are_reported",
     ),
     Mutant(
         "copies-in-its-sleep",
         WORKER,
-        "if mover is None or self._suspended:",
-        "if mover is None:",
-        "tests/vllm/test_sleep.py::test_no_page_is_touched_while_the_engine_sleeps",
+        "if begin is None or self._suspended:",
+        "if begin is None:",
+        "plugins/kvtier_vllm/tests/test_sleep.py::test_no_page_is_touched_while_the_engine_sleeps",
     ),
     Mutant(
         "all-parts-are-tested-in-one-slot",
         WORKER,
-        "own = slots[self._rank % plan.layout.replicas :: plan.layout.replicas]",
-        "own = [slots[self._rank % plan.layout.replicas]] * len(plan.layout.parts)",
-        "tests/engine/test_worker_side.py::test_a_rank_tests_one_part_while_another_one_tests_another_part",
+        "own = slots[self._rank % layout.replicas :: layout.replicas]",
+        "own = [slots[self._rank % layout.replicas]] * len(layout.parts)",
+        "tests/engine/test_worker_side.py::test_ranks_test_different_parts_at_the_same_time",
     ),
     Mutant(
         "what-others-loaded-is-ours",
         PROVENANCE,
         "return end if trusted >= start and step.writes_all else min(trusted, start)",
         "return end",
-        BESIDE + "test_kv_loaded_by_other_connectors_is_not_stored_nor_anything_behind_it[False-True]",
+        BESIDE + "test_kv_loaded_by_other_connectors_is_not_stored_nor_anything_after_it[False-True]",
     ),
     Mutant(
         "blocks-are-ours-for-ever",
         PROVENANCE,
         "self._trusted.difference_update(blocks[-(-computed // size) :])",
         "pass",
-        BESIDE + "test_kv_loaded_by_other_connectors_is_not_stored_nor_anything_behind_it[True-False]",
+        BESIDE + "test_kv_loaded_by_other_connectors_is_not_stored_nor_anything_after_it[True-False]",
     ),
     Mutant(
         "made-up-kv-is-ours",
@@ -310,7 +317,7 @@ MUTANTS = (
         "kvtier_core/engine/scheduler/requests.py",
         "if self._lookahead:",
         "if False:",
-        "tests/engine/test_lookahead.py::test_a_chunk_is_found_where_the_tokens_behind_it_are_the_same_too",
+        "tests/engine/test_lookahead.py::test_a_chunk_is_found_where_the_tokens_after_it_are_equal_too",
     ),
     Mutant(
         "decoding-counts-as-a-prompt",
@@ -359,7 +366,7 @@ MUTANTS = (
         STORES,
         "if not store.blocks.isdisjoint(new_blocks))",
         "if False)",
-        "tests/vllm/test_store_fence.py::test_the_engine_overtakes_no_store",
+        "plugins/kvtier_vllm/tests/test_store_fence.py::test_the_engine_overtakes_no_store",
     ),
     Mutant(
         "empty-slots-are-served",
@@ -371,16 +378,16 @@ MUTANTS = (
     Mutant(
         "stores-without-their-salt",
         STORES,
-        "_holder(self._last_job + 1), salt, parts)",
-        '_holder(self._last_job + 1), b"", parts)',
+        "_holder(self._last_job + 1), salt, parts, promised_to)",
+        '_holder(self._last_job + 1), b"", parts, promised_to)',
         SALTS + "test_stored_chunks_are_found_after_a_restart",
     ),
     Mutant(
         "lossy-loads-are-exact",
         LOADS,
-        "pages[: state.found.exact]",
+        "pages[: match.found.exact]",
         "pages",
-        "tests/vllm/test_lossy.py::test_kv_computed_on_lossy_kv_is_not_stored",
+        "plugins/kvtier_vllm/tests/test_lossy.py::test_kv_computed_on_lossy_kv_is_not_stored",
     ),
     Mutant(
         "a-lookup-takes-the-pins-of-a-load",
@@ -399,8 +406,8 @@ MUTANTS = (
     Mutant(
         "chunks-in-the-wrong-pages",
         LOADS,
-        "tuple(state.found.slots[: len(loaded)])",
-        "tuple(reversed(state.found.slots[: len(loaded)]))",
+        "tuple(match.found.slots[: len(loaded)])",
+        "tuple(reversed(match.found.slots[: len(loaded)]))",
         SEAM + "test_a_busy_host_under_many_kinds_of_trouble",
     ),
     Mutant(
@@ -413,14 +420,14 @@ MUTANTS = (
     Mutant(
         "lookups-without-their-salt",
         LOADS,
-        "state.holder, limit, state.view.identity.salt, skipped)",
-        'state.holder, limit, b"", skipped)',
+        "Terms(limit, state.identity.salt, skipped)",
+        'Terms(limit, b"", skipped)',
         SALTS + "test_stored_chunks_are_found_after_a_restart",
     ),
     Mutant(
         "what-the-engine-keeps-stays-as-it-is",
         LOADS,
-        "if self._expected(tables, state.computed, end) - _blocks_of(pages):",
+        "if self._expected(tables, match.computed, end) - _blocks_of(pages):",
         "if False:",
         GROUPS + "test_an_engine_that_keeps_more_than_was_found_computes_it",
     ),
@@ -429,27 +436,27 @@ MUTANTS = (
         "kvtier_core/engine/scheduler/waiting.py",
         "if left <= 0:",
         "if False:",
-        "tests/vllm/test_bad_disks.py::test_a_disk_that_hangs_stalls_nobody",
+        "plugins/kvtier_vllm/tests/test_bad_disks.py::test_a_disk_that_hangs_stalls_no_one",
     ),
     Mutant(
         "everybody-waits-for-a-silent-store",
         "kvtier_core/engine/scheduler/waiting.py",
-        "max(sum(state.waits.values()), found.silence)",
-        "sum(state.waits.values())",
+        "max(sum(wait.seconds.values()), arriving.silence)",
+        "sum(wait.seconds.values())",
         WAITING + "test_a_store_that_is_silent_for_so_long_is_not_waited_for",
     ),
     Mutant(
         "waits-longer-than-computing-takes",
         "kvtier_core/engine/scheduler/waiting.py",
-        "longest = min(longest, state.awaited_chunks * limit.chunk_seconds)",
+        "longest = min(longest, wait.most_chunks * limit.chunk_seconds)",
         "pass",
         WAITING + "test_no_request_waits_longer_than_computing_takes",
     ),
     Mutant(
         "the-engines-queue-is-a-tiers",
         "kvtier_core/engine/scheduler/waiting.py",
-        "        state.asked = None\n\n    def allows",
-        "        state.waiting_since = self._clock()\n\n    def allows",
+        "        wait.asked = None\n\n    def allows",
+        "        wait.since = self._clock()\n\n    def allows",
         WAITING + "test_the_engines_own_queue_is_not_waiting",
     ),
     Mutant(
@@ -461,17 +468,17 @@ MUTANTS = (
     ),
     Mutant(
         "dropped-observers-are-called",
-        "kvtier_core/engine/observers.py",
+        "kvtier_core/telemetry/observer_feed.py",
         "        if self._failed:\n            return\n",
         "",
-        "tests/core/test_observers.py::test_one_that_raises_is_dropped_and_said_once_and_the_others_go_on",
+        "plugins/kvtier_observers/tests/test_observers.py::test_one_that_raises_is_dropped_and_said_once_and_the_others_go_on",
     ),
     Mutant(
         "events-wait-for-ever",
-        "kvtier_core/engine/observers.py",
+        "kvtier_core/telemetry/observer_feed.py",
         "if self._waiting > _MAX_WAITING:",
         "if False:",
-        "tests/core/test_observers.py::test_memory_for_one_that_blocks_is_bounded",
+        "plugins/kvtier_observers/tests/test_observers.py::test_memory_for_one_that_blocks_is_bounded",
     ),
     Mutant(
         "prompts-pay-for-decoding",
@@ -503,10 +510,24 @@ MUTANTS = (
     ),
     Mutant(
         "readers-overtake-stores",
-        "kvtier_core/engine/worker_side.py",
-        "if direct else []",
-        "if False else []",
+        WORKER,
+        "_source(slot) for _, transfer in plan.loads for slot in transfer.slots}",
+        "_source(slot) for _, transfer in plan.loads for slot in transfer.slots if isinstance(slot, Slot)}",
         "tests/engine/test_worker_side.py::test_a_reader_waits_for_the_stores_under_way",
+    ),
+    Mutant(
+        "loads-overtake-stores-into-another-arena",
+        WORKER,
+        "_source(slot) for _, transfer in plan.loads for slot in transfer.slots}",
+        "_source(slot) for _, transfer in plan.loads for slot in transfer.slots if isinstance(slot, StoredFrame)}",
+        "tests/engine/test_worker_side.py::test_no_load_overtakes_a_store_into_another_arena[1]",
+    ),
+    Mutant(
+        "loads-overtake-stores-of-another-connector",
+        WORKER,
+        "        self._fence([*plan.stores_to_fence,",
+        "        self.mark()\n        self.mark = lambda: None\n        self._fence([*plan.stores_to_fence,",
+        "tests/engine/test_worker_side.py::test_no_load_overtakes_a_store_of_another_worker_side",
     ),
     Mutant(
         "a-frame-longer-than-its-slot",
@@ -538,10 +559,10 @@ MUTANTS = (
     ),
     Mutant(
         "a-squatter-stops-serving",
-        REPORTS,
+        "kvtier_core/storekit/user_folders.py",
         ", *([cached] if cached else [])]",
         "]",
-        "tests/engine/test_runtime_folder.py::test_where_a_stranger_has_its_name_it_lies_with_caches",
+        "tests/storekit/test_user_folders.py::test_where_a_stranger_has_its_name_it_is_with_caches",
     ),
     Mutant(
         "boundaries-with-holes",
@@ -555,20 +576,20 @@ MUTANTS = (
         RECORDER,
         "secrets.token_bytes(32)",
         'b"salt"',
-        "tests/simulate/test_recorder.py::test_no_recording_can_be_laid_beside_another",
+        "tests/engine/test_recorder.py::test_no_recording_can_be_laid_beside_another",
     ),
     Mutant(
         "recordings-for-everyone",
         RECORDER,
         "0o600",
         "0o644",
-        "tests/simulate/test_recorder.py::test_a_recording_is_readable_by_its_user_alone",
+        "tests/engine/test_recorder.py::test_a_recording_is_readable_by_its_user_alone",
     ),
     Mutant(
         "recordings-without-end",
         RECORDER,
         "self._room -= len(text)",
         "pass",
-        "tests/simulate/test_recorder.py::test_a_recording_stays_within_its_capacity_over_all_starts",
+        "tests/engine/test_recorder.py::test_a_recording_stays_within_its_capacity_over_all_starts",
     ),
 )

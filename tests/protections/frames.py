@@ -5,23 +5,23 @@ from __future__ import annotations
 from protections.mutant import Mutant
 
 FRAME = "kvtier_core/frames/format.py"
-CODEC = "kvtier_core/frames/codec.py"
-KEYED_SEAL = "kvtier_core/frames/keyed_seal.py"
+CODEC = "kvtier_core/encoding/codec.py"
+KEYED_SEAL = "kvtier_core/encoding/keyed_seal.py"
 PACKED = "kvtier_core/transfer/packing.py"
 CODEC_IDENTITY = "kvtier_core/frames/identity.py"
-SEALING = "tests/core/test_sealing.py::"
-SEALED_TIERS = "tests/core/test_sealed_tiers.py::"
-SEALED_NAMES = "tests/core/test_sealed_names.py::"
-PACKED_TESTS = "tests/core/test_packed.py::"
-PACKED_SLOTS = "tests/core/test_packed_slots.py::"
-BUFFERS = "tests/core/test_buffers.py::"
-CODEC_TESTS = "tests/core/test_codec.py::"
-INCOMPATIBLE_TESTS = "tests/core/test_incompatible.py"
+SEALING = "tests/encoding/test_sealing.py::"
+SEALED_TIERS = "tests/encoding/test_sealed_tiers.py::"
+SEALED_NAMES = "tests/relays/test_sealed_names.py::"
+PACKED_TESTS = "tests/builtin/test_packed.py::"
+PACKED_SLOTS = "tests/builtin/test_packed_slots.py::"
+BUFFERS = "tests/encoding/test_buffers.py::"
+CODEC_TESTS = "tests/encoding/test_codec.py::"
+INCOMPATIBLE_TESTS = "tests/encoding/test_incompatible.py"
 REGROUP = "kvtier_core/transfer/regroup.py"
-REGROUP_TESTS = "tests/core/test_regroup.py::"
+REGROUP_TESTS = "tests/transfer/test_regroup.py::"
 
-SHOWN_STORE = "kvtier_core/frames/shown_store.py"
-SHOWN_STORE_TESTS = "tests/core/test_shown_store.py::"
+SHOWN_STORE = "kvtier_core/relays/shown_store.py"
+SHOWN_STORE_TESTS = "tests/relays/test_shown_store.py::"
 
 MUTANTS = (
     Mutant(
@@ -46,15 +46,28 @@ MUTANTS = (
         SHOWN_STORE_TESTS + "test_a_store_closes_when_no_peer_reads_any_more",
     ),
     Mutant(
+        "slow-links-hold-turns-at-a-store",
+        SHOWN_STORE,
+        """                finally:
+                    self._turns.release()
+            yield frame
+""",
+        """                finally:
+                    pass
+            yield frame
+""",
+        SHOWN_STORE_TESTS + "test_frames_that_are_sent_slowly_keep_no_other_from_reading",
+    ),
+    Mutant(
         "shared-stores-are-shown",
-        "kvtier_core/config/compose.py",
+        "kvtier_core/config/open.py",
         "codec.is_raw and not self._shared and self.config.has_peers",
         "codec.is_raw and self.config.has_peers",
         SHOWN_STORE_TESTS + "test_only_private_stores_of_frames_as_they_are_in_slots_are_shown",
     ),
     Mutant(
         "encoded-stores-are-shown",
-        "kvtier_core/config/compose.py",
+        "kvtier_core/config/open.py",
         "codec.is_raw and not self._shared and self.config.has_peers",
         "not self._shared and self.config.has_peers",
         SHOWN_STORE_TESTS + "test_only_private_stores_of_frames_as_they_are_in_slots_are_shown",
@@ -92,35 +105,35 @@ MUTANTS = (
         CODEC,
         "            self.namespace = namespace_of_ranks(self.namespace, layout)\n",
         "            pass\n",
-        REGROUP_TESTS + "test_only_frames_that_lie_as_pages_do_are_found_by_other_ranks",
+        REGROUP_TESTS + "test_only_frames_arranged_like_pages_are_found_by_other_ranks",
     ),
     Mutant(
         "packed-frames-of-any-ranks",
         CODEC,
         " and keyed_seal is None and not layout.packed:",
         " and keyed_seal is None:",
-        REGROUP_TESTS + "test_only_frames_that_lie_as_pages_do_are_found_by_other_ranks",
+        REGROUP_TESTS + "test_only_frames_arranged_like_pages_are_found_by_other_ranks",
     ),
     Mutant(
         "workers-read-frames-of-any-ranks",
-        "kvtier_core/config/compose.py",
+        "kvtier_core/config/open.py",
         "if opened.codec.regroups:",
         "if False:",
-        "tests/core/test_slab_stacks.py::test_frames_of_any_ranks_pass_through_an_arena",
+        "tests/stack/test_slab_stacks.py::test_frames_of_any_ranks_pass_through_an_arena",
     ),
     Mutant(
         "no-checksum",
         FRAME,
         "header.payload_checksum != payload_checksum",
         "False",
-        "tests/core/test_frame.py",
+        "tests/frames/test_frame.py",
     ),
     Mutant(
         "no-checksum-of-the-header",
         FRAME,
         "crc32(frame[: _FIELDS.size]) != checksum",
         "False",
-        "tests/core/test_frame.py",
+        "tests/frames/test_frame.py",
     ),
     Mutant("any-codec", FRAME, "header.codec != codec", "False", INCOMPATIBLE_TESTS),
     Mutant(
@@ -128,23 +141,23 @@ MUTANTS = (
         FRAME,
         "    FrameError.VERSION,\n    FrameError.SEAL,",
         "    FrameError.SEAL,",
-        "tests/core/test_frame.py::test_a_frame_of_version_1_is_incompatible",
+        "tests/frames/test_frame.py::test_a_frame_of_version_1_is_incompatible",
     ),
-    Mutant("any-namespace", FRAME, "header.namespace != namespace", "False", "tests/core/test_frame.py"),
-    Mutant("any-key", FRAME, "header.key != key", "False", "tests/core/test_frame.py"),
+    Mutant("any-namespace", FRAME, "header.namespace != namespace", "False", "tests/frames/test_frame.py"),
+    Mutant("any-key", FRAME, "header.key != key", "False", "tests/frames/test_frame.py"),
     Mutant(
         "any-length",
         FRAME,
         "payload_nbytes is not None and header.payload_nbytes != payload_nbytes",
         "False",
-        "tests/core/test_frame.py",
+        "tests/frames/test_frame.py",
     ),
     Mutant(
         "believes-the-length",
         FRAME,
         "header.payload_nbytes > len(frame) - FRAME_HEADER_NBYTES",
         "False",
-        "tests/core/test_frame.py",
+        "tests/frames/test_frame.py",
     ),
     Mutant(
         "reads-whole-files",
@@ -158,7 +171,7 @@ MUTANTS = (
         FRAME,
         "if end > FRAME_HEADER_NBYTES or frame[_FIELDS_END:end] != _summed(bytes(table), header.packed()):",
         "if end > FRAME_HEADER_NBYTES:",
-        "tests/core/test_frame.py::test_the_checksums_of_another_frame_do_not_fit",
+        "tests/frames/test_frame.py::test_the_checksums_of_another_frame_do_not_fit",
     ),
     Mutant(
         "what-is-sealed-with-a-key-is-served-without",
@@ -232,17 +245,17 @@ MUTANTS = (
     ),
     Mutant(
         "any-mover-packs",
-        "kvtier_core/config/compose.py",
+        "kvtier_core/config/open.py",
         'tier.packing == "auto" and device in tier.config.packs for',
         'tier.packing == "auto" for',
         PACKED_SLOTS + "test_all_arenas_pack_or_none",
     ),
     Mutant(
         "any-reader-unpacks",
-        "kvtier_core/config/compose.py",
-        "if opened.codec.packs and not self.tier.config.reads_packed:",
+        "kvtier_core/config/open.py",
+        "if opened.codec.layout.packed and not tier.config.reads_packed:",
         "if False:",
-        "tests/core/test_slab_stacks.py::test_encoded_frames_are_read_by_readers_that_unpack_them",
+        "tests/stack/test_slab_stacks.py::test_encoded_frames_are_read_by_readers_that_unpack_them",
     ),
     Mutant(
         "options-do-not-count",
@@ -312,7 +325,7 @@ MUTANTS = (
         CODEC,
         "if not 0 < count <= len(buffer):",
         "if False:",
-        "tests/core/test_failing_store.py",
+        "tests/stack/test_failing_store.py",
     ),
     Mutant(
         "codecs-share-their-keys",
@@ -428,7 +441,7 @@ MUTANTS = (
     ),
     Mutant(
         "views-that-are-kept-are-overwritten",
-        "kvtier_core/transfer/buffers.py",
+        "kvtier_core/work/buffers.py",
         "sys.getrefcount(found[0]) == 2",
         "sys.getrefcount(found[0])",
         BUFFERS + "test_a_buffer_of_which_a_view_was_kept_is_not_used_again",

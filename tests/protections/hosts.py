@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from protections.mutant import Mutant
 
-PAGES = "kvtier_core/hosts/pages.py"
-STACK = "kvtier_core/hosts/page_stack.py"
-VLLM = "kvtier_core/hosts/vllm_tiers.py"
-MODEL = "kvtier_core/hosts/model_pages.py"
-OF_PAGES = "tests/hosts/test_page_store.py::"
-OF_MODELS = "tests/hosts/test_model_pages.py::"
-OF_VLLM = "tests/vllm/test_offloading_host.py::"
-HICACHE = "kvtier_core/hosts/hicache.py"
-OF_HICACHE = "tests/hosts/test_hicache.py::"
+PAGES = "plugins/kvtier_hosts/kvtier_hosts/pages.py"
+STACK = "plugins/kvtier_hosts/kvtier_hosts/page_stack.py"
+VLLM = "plugins/kvtier_vllm/kvtier_vllm/offloading.py"
+MODEL = "plugins/kvtier_hosts/kvtier_hosts/model_pages.py"
+OF_PAGES = "plugins/kvtier_hosts/tests/test_page_store.py::"
+OF_MODELS = "plugins/kvtier_hosts/tests/test_model_pages.py::"
+OF_VLLM = "plugins/kvtier_vllm/tests/test_offloading_host.py::"
+HICACHE = "plugins/kvtier_hosts/kvtier_hosts/hicache.py"
+OF_HICACHE = "plugins/kvtier_hosts/tests/test_hicache.py::"
 SGLANG = "build/sglang-0.5.23"
 
 MUTANTS = (
+    Mutant(
+        "who-follows-hears-of-no-departure",
+        STACK,
+        "        if self._followed:",
+        "        if False:",
+        OF_PAGES + "test_who_follows_learns_what_came_and_what_left_every_tier",
+    ),
     Mutant(
         "lost-pages-are-promised",
         VLLM,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from protections.mutant import Mutant
 
-IDENTITY = "kvtier_core/vllm/identity/namespace.py"
-SETTINGS = "kvtier_core/vllm/identity/settings.py"
-MODEL_WEIGHTS = "kvtier_core/vllm/identity/model_weights.py"
-REQUESTS = "kvtier_core/vllm/requests/identity.py"
-FIELDS = "kvtier_core/vllm/requests/fields.py"
-ITEMS = "kvtier_core/vllm/requests/items.py"
-NAMES = "kvtier_core/vllm/requests/names.py"
-ADAPTERS = "kvtier_core/vllm/requests/adapters.py"
-ABOUT_IDENTITY = "tests/vllm/test_identity.py::"
-REQUEST_TESTS = "tests/vllm/test_request_identity.py::"
-WEIGHT_TESTS = "tests/vllm/test_weights.py::"
-MIXED_UP = "tests/vllm/test_images.py::test_items_that_the_engine_confused_under_one_name_are_not_stored"
-WATCH = "kvtier_core/vllm/weight_watch.py"
-CHANGED = "tests/vllm/test_changed_weights.py::test_changed_weights_meet_no_kv_of_before[False-"
+IDENTITY = "plugins/kvtier_vllm/kvtier_vllm/identity/namespace.py"
+SETTINGS = "plugins/kvtier_vllm/kvtier_vllm/identity/settings.py"
+MODEL_WEIGHTS = "plugins/kvtier_vllm/kvtier_vllm/identity/model_weights.py"
+REQUESTS = "plugins/kvtier_vllm/kvtier_vllm/requests/identity.py"
+FIELDS = "plugins/kvtier_vllm/kvtier_vllm/requests/fields.py"
+ITEMS = "plugins/kvtier_vllm/kvtier_vllm/requests/items.py"
+NAMES = "plugins/kvtier_vllm/kvtier_vllm/requests/names.py"
+ADAPTERS = "plugins/kvtier_vllm/kvtier_vllm/requests/adapters.py"
+ABOUT_IDENTITY = "plugins/kvtier_vllm/tests/test_identity.py::"
+REQUEST_TESTS = "plugins/kvtier_vllm/tests/test_request_identity.py::"
+WEIGHT_TESTS = "plugins/kvtier_vllm/tests/test_weights.py::"
+MIXED_UP = "plugins/kvtier_vllm/tests/test_images.py::test_items_that_the_engine_confused_under_one_name_are_not_stored"
+WATCH = "plugins/kvtier_vllm/kvtier_vllm/weight_watch.py"
+CHANGED = "plugins/kvtier_vllm/tests/test_changed_weights.py::test_changed_weights_find_no_earlier_kv[False-"
 
 MUTANTS = (
     Mutant(
@@ -36,24 +36,24 @@ MUTANTS = (
     ),
     Mutant(
         "heads-that-ranks-share-are-divided",
-        "kvtier_core/vllm/groups.py",
+        "plugins/kvtier_vllm/kvtier_vllm/groups.py",
         "parallel.tensor_parallel_size != total for",
         "parallel.tensor_parallel_size < total for",
-        "tests/vllm/test_layout.py::test_ranks_count_unless_each_head_is_on_one_of_them",
+        "plugins/kvtier_vllm/tests/test_layout.py::test_ranks_count_unless_each_head_is_on_one_of_them",
     ),
     Mutant(
         "draft-layers-are-divided-alike",
-        "kvtier_core/vllm/groups.py",
+        "plugins/kvtier_vllm/kvtier_vllm/groups.py",
         "if config.speculative_config is not None:",
         "if False:",
-        "tests/vllm/test_layout.py::test_ranks_with_draft_layers_count",
+        "plugins/kvtier_vllm/tests/test_layout.py::test_ranks_with_draft_layers_count",
     ),
     Mutant(
         "scratch-is-divided-by-head",
-        "kvtier_core/vllm/groups.py",
+        "plugins/kvtier_vllm/kvtier_vllm/groups.py",
         "if len(found) < len(kv_cache_config.kv_cache_groups):",
         "if False:",
-        "tests/vllm/test_layout.py::test_ranks_count_beside_layers_that_are_not_served",
+        "plugins/kvtier_vllm/tests/test_layout.py::test_ranks_count_beside_layers_that_are_not_served",
     ),
     Mutant(
         "no-weights-in-the-namespace",
@@ -102,7 +102,7 @@ MUTANTS = (
         IDENTITY,
         '"; ".join(group.fact for group in groups)',
         "len(groups)",
-        "tests/vllm/test_identity.py::test_facts_reported_by_an_engine_change_the_namespace",
+        "plugins/kvtier_vllm/tests/test_identity.py::test_facts_reported_by_an_engine_change_the_namespace",
     ),
     Mutant(
         "settings-by-a-list",
@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     Mutant(
         "libraries-are-not-configured",
-        "kvtier_core/vllm/identity/settings.py",
+        "plugins/kvtier_vllm/kvtier_vllm/identity/settings.py",
         'name.startswith(("VLLM_", *OF_LIBRARIES))',
         'name.startswith("VLLM_")',
         ABOUT_IDENTITY + "test_a_variable_that_changes_how_libraries_compute_counts_though_vllm_does_not_read_it",
@@ -144,7 +144,7 @@ MUTANTS = (
         NAMES,
         "            self._note(name, self._older[name])\n",
         "            pass\n",
-        "tests/vllm/test_names.py",
+        "plugins/kvtier_vllm/tests/test_names.py",
     ),
     Mutant(
         "any-encoding-of-the-name",
@@ -179,14 +179,14 @@ MUTANTS = (
         REQUESTS,
         "content = items.content(feature)",
         "content = feature.identifier",
-        "tests/vllm/test_images.py::test_images_that_a_counter_names_are_distinguished_after_a_restart",
+        "plugins/kvtier_vllm/tests/test_images.py::test_images_that_a_counter_names_are_distinguished_after_a_restart",
     ),
     Mutant(
         "adapters-may-change",
         ADAPTERS,
         "status.st_ctime_ns >= self._began.by_files - _MARGIN and",
         "False and",
-        "tests/vllm/test_adapters.py::test_an_adapter_overwritten_after_it_was_loaded_leaves_nothing",
+        "plugins/kvtier_vllm/tests/test_adapters.py::test_an_adapter_overwritten_after_it_was_loaded_leaves_nothing",
     ),
     Mutant(
         "links-may-change",
@@ -212,7 +212,7 @@ MUTANTS = (
     Mutant(
         "any-clock",
         ADAPTERS,
-        "now.by_files - now.by_boot < self._began.by_files - self._began.by_boot - _MARGIN",
+        "now.by_files - now.by_boot < self._began.by_files - self._began.by_boot - _APART",
         "False",
         REQUEST_TESTS + "test_a_clock_that_was_set_back_says_nothing",
     ),
@@ -233,7 +233,7 @@ MUTANTS = (
     Mutant(
         "sessions-as-they-began",
         FIELDS,
-        'Refused("it is a session: more is added to its prompt later")',
+        'Refused("it is a session: its prompt is extended later")',
         'Harmless("")',
         REQUEST_TESTS + "test_requests_that_cannot_be_identified_are_bypassed",
     ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from protections.mutant import Mutant
 
 LOOKUP = "kvtier_core/stack/lookup"
-SIDE = "kvtier_core/engine/scheduler_side.py"
-ROOM = "tests/core/test_room.py::"
+SIDE = "kvtier_core/engine/scheduler/side.py"
+ROOM = "tests/stack/test_room.py::"
 SMALL = "tests/engine/test_small_arenas.py::"
 
 MUTANTS = (
@@ -25,16 +25,23 @@ MUTANTS = (
         SMALL + "test_models_with_several_parts_wait_for_no_boundary_that_does_not_fit",
     ),
     Mutant(
+        "a-limit-may-overflow",
+        "kvtier_core/stack/outcomes.py",
+        "_LONGEST = 1e100",
+        '_LONGEST = float("1.7e308")',
+        "tests/stack/test_wrong_calls.py::test_a_limit_that_is_infinite_for_some_chunks_is_refused",
+    ),
+    Mutant(
         "late-chunks-that-do-not-fit-are-awaited",
         SIDE,
-        " or found.unfitting",
-        "",
+        "isinstance(found.rest, Declined | TooSmall)",
+        "isinstance(found.rest, Declined)",
         SMALL + "test_chunks_that_another_engine_has_just_computed_are_not_awaited_where_they_do_not_fit",
     ),
     Mutant(
         "requests-wait-for-each-others-slots",
         "kvtier_core/stack/promotion.py",
-        "if lacking and not self._hot.reserved and self._all_wait():",
+        "if lacking and not self._hot.reserved and self._leases.all_wait():",
         "if False:",
         ROOM + "test_of_two_requests_that_keep_each_other_from_their_slots_one_goes_on",
     ),
@@ -47,9 +54,9 @@ MUTANTS = (
     ),
     Mutant(
         "slots-that-are-not-lent-are-counted-on",
-        "kvtier_core/server/lent_arena.py",
+        "plugins/kvtier_serve/kvtier_serve/lent_arena.py",
         "return min(chunks, self._slots)",
         "return min(chunks, self.capacity)",
-        "tests/server/test_extents.py::test_the_slots_that_a_path_may_count_on_are_there",
+        "plugins/kvtier_serve/tests/test_extents.py::test_the_slots_that_a_path_may_count_on_are_there",
     ),
 )

@@ -15,7 +15,8 @@ GDS = "plugins/kvtier_gds/kvtier_gds"
 PEERS = "plugins/kvtier_peers/kvtier_peers"
 PEERS_TESTS = "plugins/kvtier_peers/tests/test_peers.py::"
 PEERS_DIGESTS = "plugins/kvtier_peers/tests/test_peers_digests.py::"
-SHOWN_TESTS = "tests/core/test_shown_frames.py::"
+PEERS_ACCOUNTS = "plugins/kvtier_peers/tests/test_peers_accounts.py::"
+SHOWN_TESTS = "tests/relays/test_shown_frames.py::"
 LOSSY = "plugins/kvtier_lossy/kvtier_lossy"
 LOSSY_TESTS = "plugins/kvtier_lossy/tests/test_lossy_layouts.py::"
 GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
@@ -38,7 +39,7 @@ MUTANTS = (
     Mutant(
         "half-of-the-memory-stays",
         "plugins/kvtier_cpu/kvtier_cpu/segment.py",
-        "undo.callback(self._folder.remove, _NAME)",
+        "undo.callback(folder.remove, _NAME)",
         "pass",
         KEEP + "test_memory_that_fails_half_way_leaves_nothing_allocated",
     ),
@@ -52,8 +53,8 @@ MUTANTS = (
     Mutant(
         "frames-change-while-they-are-sent",
         PEERS + "/listener.py",
-        "link.showed(self._find(namespace, key) is frame)",
-        "link.showed(True)",
+        "is_whole = self._find(namespace, key) is frame",
+        "is_whole = True",
         PEERS_TESTS + "test_a_frame_whose_slot_is_used_again_while_it_is_sent_is_a_miss",
     ),
     Mutant(
@@ -80,9 +81,37 @@ MUTANTS = (
     Mutant(
         "any-token",
         PEERS + "/link.py",
-        "if not hmac.compare_digest(self.receive(len(proof)), proof):",
-        "if len(self.receive(len(proof))) != len(proof):",
+        "return hmac.compare_digest(self.receive(len(proof)), proof)",
+        "return len(self.receive(len(proof))) == len(proof)",
         PEERS_TESTS + "test_only_who_knows_the_token_is_shown_a_frame",
+    ),
+    Mutant(
+        "damaged-frames-of-peers-hide-whole-ones",
+        PEERS + "/backend.py",
+        "            peer.blame()\n",
+        "            pass\n",
+        PEERS_TESTS + "test_a_frame_that_one_peer_has_damaged_is_read_whole_from_another",
+    ),
+    Mutant(
+        "any-account-of-the-machine-feeds-peers",
+        PEERS + "/link.py",
+        "secret = _secret_of_account(make=not ctx.checking) if of_account else token",
+        "secret = token",
+        PEERS_ACCOUNTS + "test_another_account_that_listens_where_a_peer_did_feeds_no_one",
+    ),
+    Mutant(
+        "proofs-of-an-account-are-passed-on",
+        PEERS + "/link.py",
+        ' + (repr(addresses).encode() if self.of_account else b"")',
+        "",
+        PEERS_ACCOUNTS + "test_who_stands_between_two_nodes_of_an_account_cannot_pass_their_proofs_on",
+    ),
+    Mutant(
+        "silent-peers-are-waited-for-over-tls",
+        PEERS + "/link.py",
+        "            self._sock.settimeout(seconds or None)\n",
+        "",
+        PEERS_TESTS + "test_a_connection_to_a_silent_peer_is_given_up",
     ),
     Mutant(
         "shown-beyond-loopback",
@@ -115,7 +144,7 @@ MUTANTS = (
     Mutant(
         "digests-contradict-themselves",
         PEERS + "/digest.py",
-        "if not changes.gone <= shown or not changes.come.isdisjoint(shown):",
+        "if not changes.gone <= shown or not shown.isdisjoint(changes.come):",
         "if False:",
         PEERS_DIGESTS + "test_changes_that_cannot_be_are_refused_and_change_nothing",
     ),
@@ -340,8 +369,8 @@ MUTANTS = (
     Mutant(
         "a-slab-remembers-what-was-deleted",
         GDS + "/backend.py",
-        "                    place.slab.clear(place)\n                except OSError as error:",
-        "                    pass\n                except OSError as error:",
+        "self._delete(keys, lambda place: place.slab.clear(place))",
+        "self._delete(keys, lambda place: None)",
         GDS_TESTS + "test_deleted_frames_stay_deleted_after_a_kill",
     ),
     Mutant(

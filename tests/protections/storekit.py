@@ -9,11 +9,18 @@ GDS_SECURITY = "plugins/kvtier_gds/tests/test_gds_security.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
 SHARED_SPACE = "kvtier_core/storekit/shared_space.py"
-SHARED_SPACE_TESTS = "tests/core/test_shared_space.py::"
-BESIDE = "tests/vllm/test_beside_others.py::"
-VOLUMES = "tests/server/test_volumes.py::"
+SHARED_SPACE_TESTS = "tests/storekit/test_shared_space.py::"
+BESIDE = "plugins/kvtier_vllm/tests/test_beside_others.py::"
+VOLUMES = "plugins/kvtier_serve/tests/test_volumes.py::"
 
 MUTANTS = (
+    Mutant(
+        "two-processes-replace-a-socket",
+        "kvtier_core/storekit/owner_socket.py",
+        "            fcntl.flock(fd, fcntl.LOCK_EX)\n",
+        "",
+        "tests/storekit/test_owner_socket.py::test_of_many_that_start_over_an_abandoned_socket_one_listens",
+    ),
     Mutant(
         "a-fork-closes-its-parents",
         "kvtier_core/forks.py",
@@ -47,7 +54,7 @@ MUTANTS = (
         STOREKIT + "/folder.py",
         "flags, 0o600,",
         "flags, 0o644,",
-        "plugins/kvtier_disk/tests/test_disk.py::test_names_come_from_keys_and_nobody_else_may_look",
+        "plugins/kvtier_disk/tests/test_disk.py::test_names_come_from_keys_and_no_other_user_may_look",
     ),
     Mutant(
         "follows-links",
@@ -103,7 +110,7 @@ MUTANTS = (
         STOREKIT + "/folder.py",
         "        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:\n",
         "        if False:\n",
-        DISK_SECURITY + "test_a_link_on_the_way_is_followed_only_where_nobody_else_could_have_put_it",
+        DISK_SECURITY + "test_a_link_on_the_way_is_followed_only_where_no_other_user_could_have_put_it",
     ),
     Mutant(
         "a-volume-is-the-tiers-folder",
@@ -128,17 +135,17 @@ MUTANTS = (
     ),
     Mutant(
         "memory-of-any-folder",
-        "kvtier_core/server/kept/journal.py",
+        "plugins/kvtier_serve/kvtier_serve/kept/journal.py",
         "        if inode not in [entry.inode() for entry in self._folder.entries()]:\n",
         "        if False:\n",
-        "tests/server/test_kept_memory.py::test_memory_of_another_folder_than_the_locked_one_is_not_used",
+        "plugins/kvtier_serve/tests/test_kept_memory.py::test_memory_of_another_folder_than_the_locked_one_is_not_used",
     ),
     Mutant(
         "a-missing-tier-is-always-optional",
-        "kvtier_core/config/compose.py",
+        "kvtier_core/config/open.py",
         "        if isinstance(opening.tier, ArenaTierConfig) or opening.tier.required:\n",
         "        if isinstance(opening.tier, ArenaTierConfig):\n",
-        "tests/core/test_config.py::test_all_tiers_open_or_none_and_every_reason_is_reported",
+        "tests/config/test_config.py::test_all_tiers_open_or_none_and_every_reason_is_reported",
     ),
     Mutant(
         "any-folder-inside",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from protections.mutant import Mutant
 
-CONNECTOR = "kvtier_core/vllm/connector.py"
-KV_EVENTS = "kvtier_core/vllm/kv_events.py"
-STARTUP = "kvtier_core/vllm/startup.py"
-CHANGED = "tests/vllm/test_changed_weights.py::test_changed_weights_meet_no_kv_of_before[False-"
-TROUBLE = "tests/vllm/test_trouble.py::"
-EVENTS = "tests/vllm/test_kv_events.py::"
-BESIDE = "tests/vllm/test_beside_others.py::"
+CONNECTOR = "plugins/kvtier_vllm/kvtier_vllm/connector.py"
+KV_EVENTS = "plugins/kvtier_vllm/kvtier_vllm/kv_events.py"
+STARTUP = "plugins/kvtier_vllm/kvtier_vllm/startup.py"
+CHANGED = "plugins/kvtier_vllm/tests/test_changed_weights.py::test_changed_weights_find_no_earlier_kv[False-"
+TROUBLE = "plugins/kvtier_vllm/tests/test_trouble.py::"
+EVENTS = "plugins/kvtier_vllm/tests/test_kv_events.py::"
+BESIDE = "plugins/kvtier_vllm/tests/test_beside_others.py::"
 
 MUTANTS = (
     Mutant(
@@ -30,65 +30,93 @@ MUTANTS = (
     Mutant(
         "names-are-forgotten-at-once",
         KV_EVENTS,
-        "if key in keys}",
+        "if key in storing}",
         "if False}",
         EVENTS + "test_a_queue_of_any_length_is_told_whole",
     ),
     Mutant(
+        "blocks-are-told-with-each-chunk",
+        KV_EVENTS,
+        "_stored(blocks, known, medium)",
+        "_stored(blocks, 0, medium)",
+        EVENTS + "test_a_block_that_two_chunks_begin_with_is_held_until_neither_is",
+    ),
+    Mutant(
+        "late-events-find-no-name",
+        KV_EVENTS,
+        "        if ended:",
+        "        if False:",
+        EVENTS + "test_a_chunk_is_told_when_its_store_ends_before_the_server_tells_of_it",
+    ),
+    Mutant(
+        "lost-events-are-not-missed",
+        KV_EVENTS,
+        "if self._gaps != self._stack.gaps:",
+        "if False:",
+        EVENTS + "test_when_events_were_lost_nothing_is_held_any_more",
+    ),
+    Mutant(
+        "answers-outlive-a-reset",
+        KV_EVENTS,
+        "if clears == self._clears:",
+        "if True:",
+        EVENTS + "test_an_answer_about_what_was_forgotten_meanwhile_tells_nothing",
+    ),
+    Mutant(
         "anything-is-a-flag",
-        "kvtier_core/vllm/requests/disaggregation.py",
+        "plugins/kvtier_vllm/kvtier_vllm/requests/disaggregation.py",
         "if not all(flag is None or isinstance(flag, bool) for flag in (decode, prefill)):",
         "if False:",
-        "tests/vllm/test_disaggregation.py::test_malformed_parameters_are_ignored",
+        "plugins/kvtier_vllm/tests/test_disaggregation.py::test_malformed_parameters_are_ignored",
     ),
     Mutant(
         "keys-lie-as-their-tensor-says",
-        "kvtier_core/vllm/layout.py",
+        "plugins/kvtier_vllm/kvtier_vllm/layout.py",
         "Elements(heads, tokens, keys, 0, of_head, 1, tokens)",
         "Elements(heads, tokens, keys, 0, of_head, keys, 1)",
-        "tests/vllm/test_lossy_codecs.py::test_keys_and_values_lie_where_the_layout_says",
+        "plugins/kvtier_vllm/tests/test_lossy_codecs.py::test_keys_and_values_are_where_the_layout_says",
     ),
     Mutant(
         "dflash-reads-no-further",
-        "kvtier_core/vllm/speculation.py",
+        "plugins/kvtier_vllm/kvtier_vllm/speculation.py",
         "speculative.num_speculative_tokens + speculative.use_dflash()",
         "speculative.num_speculative_tokens",
-        "tests/vllm/test_speculation.py::test_a_draft_model_runs_when_vllm_says_so",
+        "plugins/kvtier_vllm/tests/test_speculation.py::test_a_draft_model_runs_when_vllm_says_so",
     ),
     Mutant(
         "kv-that-no-draft-model-wrote",
-        "kvtier_core/vllm/speculation.py",
+        "plugins/kvtier_vllm/kvtier_vllm/speculation.py",
         "tokens + self.queries <= self.model.max_model_len",
         "True",
-        "tests/vllm/test_speculation.py::test_draft_kv_that_was_not_computed_for_lack_of_room_is_not_stored",
+        "plugins/kvtier_vllm/tests/test_speculation.py::test_draft_kv_that_was_not_computed_for_lack_of_room_is_not_stored",
     ),
     Mutant(
         "layers-in-any-order",
-        "kvtier_core/vllm/layout.py",
+        "plugins/kvtier_vllm/kvtier_vllm/layout.py",
         "[*framed, *sorted(kv_caches)]",
         "sorted(kv_caches)",
-        "tests/vllm/test_layout.py::test_the_order_of_layers_in_a_frame_is_reported",
+        "plugins/kvtier_vllm/tests/test_layout.py::test_the_order_of_layers_in_a_frame_is_reported",
     ),
     Mutant(
         "embeddings-from-anywhere",
-        "kvtier_core/vllm/layout.py",
+        "plugins/kvtier_vllm/kvtier_vllm/layout.py",
         "if vllm_config.ec_transfer_config is not None or vllm_config.ec_manager_config.encoder_cache_manager_cls:",
         "if False:",
-        "tests/vllm/test_layout.py::test_an_engine_whose_embeddings_come_from_elsewhere_is_refused",
+        "plugins/kvtier_vllm/tests/test_layout.py::test_an_engine_whose_embeddings_come_from_elsewhere_is_refused",
     ),
     Mutant(
         "whatever-is-derived-from-full-attention",
-        "kvtier_core/vllm/groups.py",
+        "plugins/kvtier_vllm/kvtier_vllm/groups.py",
         "if type(spec) not in _KINDS:",
         "if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec | MambaSpec):",
-        "tests/vllm/test_layout.py::test_a_kind_that_is_not_known_is_refused",
+        "plugins/kvtier_vllm/tests/test_layout.py::test_a_kind_that_is_not_known_is_refused",
     ),
     Mutant(
         "states-behind-drafts",
-        "kvtier_core/vllm/groups.py",
+        "plugins/kvtier_vllm/kvtier_vllm/groups.py",
         "offered.pop(request_id, None)",
         "pass",
-        "tests/vllm/test_layout.py::test_a_state_is_not_taken_while_drafts_may_still_be_rejected",
+        "plugins/kvtier_vllm/tests/test_layout.py::test_a_state_is_not_taken_while_drafts_may_still_be_rejected",
     ),
     Mutant(
         "weights-are-not-watched",
@@ -120,10 +148,10 @@ MUTANTS = (
     ),
     Mutant(
         "sleeps-over-new-weights",
-        "kvtier_core/vllm/connector.py",
+        "plugins/kvtier_vllm/kvtier_vllm/connector.py",
         'if self.config.on_reset == "keep":',
         "if True:",
-        "tests/vllm/test_sleep.py::test_weights_may_be_others_after_a_sleep_or_pause_that_resets",
+        "plugins/kvtier_vllm/tests/test_sleep.py::test_weights_may_be_others_after_a_sleep_or_pause_that_resets",
     ),
     Mutant(
         "others-load-before-the-self-test",
@@ -138,28 +166,28 @@ MUTANTS = (
         CONNECTOR,
         '"""Ignored: the metadata is that of a connector beside this one."""',
         "super().set_xfer_handshake_metadata_pp_aware(metadata)",
-        BESIDE + "test_another_connector_may_exchange_handshakes_behind_kvtier",
+        BESIDE + "test_another_connector_may_exchange_handshakes_after_kvtier",
     ),
     Mutant(
         "broken-plugins-are-silent",
         CONNECTOR,
         "registry.log_problems()",
         "pass",
-        "tests/vllm/test_start.py::test_a_broken_plugin_is_reported_though_nobody_asks_for_it",
+        "plugins/kvtier_vllm/tests/test_start.py::test_a_broken_plugin_is_reported_even_if_unused",
     ),
     Mutant(
         "numbers-of-our-own-kind",
-        "kvtier_core/vllm/metrics.py",
+        "plugins/kvtier_vllm/kvtier_vllm/metrics.py",
         "value = float(reading)",
         "value = reading",
-        "tests/vllm/test_metrics.py::test_a_report_can_be_sent_to_another_process",
+        "plugins/kvtier_vllm/tests/test_metrics.py::test_a_report_can_be_sent_to_another_process",
     ),
     Mutant(
         "the-policy-inside-counts",
         STARTUP,
         "reports[0].failure_policy or ",
         "",
-        BESIDE + "test_another_connector_may_exchange_handshakes_behind_kvtier",
+        BESIDE + "test_another_connector_may_exchange_handshakes_after_kvtier",
     ),
     Mutant(
         "producers-load",

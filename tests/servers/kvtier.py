@@ -12,7 +12,7 @@ from pathlib import Path
 from patience import HANG, wait_until
 
 from kvtier_core.errors import BackendError
-from kvtier_core.server.memory import probe
+from kvtier_remote.memory import probe
 
 KVTIER = Path(sys.executable).with_name("kvtier")
 

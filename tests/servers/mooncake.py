@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 from needs import needs
-from patience import wait_until
+from patience import HANG, wait_until
 
 from servers.redis import free_port
 from servers.stopping import stopped
@@ -24,22 +24,21 @@ ROOM = 64 << 20  #: that a client lends where a test needs little
 #: So that nothing that a test leaves behind is kept for minutes: leases, writes that never end, clients that are gone.
 _SHORT = ("--default_kv_lease_ttl=4s", "--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=3")
 _SHORT = (*_SHORT, "--client_ttl=3")
-_LENDS = """
-import sys, time
+#: A client. It connects again and again, because a master may listen before it answers.
+_CLIENT = """
+import ast, os, sys
 from mooncake.store import MooncakeDistributedStore
-client = MooncakeDistributedStore()
-master, nbytes = sys.argv[1:]
-code = client.setup("127.0.0.1", "P2PHANDSHAKE", int(nbytes), 16 << 20, "tcp", "", master)
-print(client.get_hostname() if code == 0 else "", flush=True)
+master, lent, calls = sys.argv[1:]
+while (client := MooncakeDistributedStore()).setup("127.0.0.1", "P2PHANDSHAKE", int(lent), 16 << 20, "tcp", "", master):
+    print("no client of", master, "yet", file=sys.stderr)
+"""
+_LENDS = f"""{_CLIENT}
+print(client.get_hostname(), flush=True)
 sys.stdin.read()
 """
 #: Another client than a tier's: the results of calls, each a name and arguments.
-_ASKS = """
-import ast, os, sys
-from mooncake.store import MooncakeDistributedStore
-client = MooncakeDistributedStore()
-assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[1]) == 0
-print([getattr(client, call)(*words) for call, *words in ast.literal_eval(sys.argv[2])], flush=True)
+_ASKS = f"""{_CLIENT}
+print([getattr(client, call)(*words) for call, *words in ast.literal_eval(calls)], flush=True)
 os._exit(0)
 """
 
@@ -102,7 +101,7 @@ class Master(Process):
     @contextlib.contextmanager
     def owner(self, nbytes: int) -> Iterator[Owner]:
         """A client that lends ``nbytes`` of memory until the end of the context, and is then killed."""
-        command = [sys.executable, "-c", _LENDS, self.address, str(nbytes)]
+        command = [sys.executable, "-c", _LENDS, self.address, str(nbytes), ""]
         with open(self.log, "ab") as log:
             owner = Owner(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log))
         try:
@@ -116,8 +115,8 @@ class Master(Process):
 
     def ask(self, *calls: Sequence[Any]) -> list[Any]:
         """The results of calls of Mooncake's client, each a name and arguments."""
-        command = [sys.executable, "-c", _ASKS, self.address, repr(calls)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", _ASKS, self.address, "0", repr(calls)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG)
         return ast.literal_eval(done.stdout.splitlines()[-1])
 
     def _listens(self) -> bool:

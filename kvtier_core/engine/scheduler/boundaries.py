@@ -1,4 +1,4 @@
-"""Where later requests may continue: which chunks of a prompt get all of their parts, and from which blocks."""
+"""Chooses where later requests may continue: the chunks of a prompt that are stored whole, and their blocks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvtier_core.types import ChunkKey, Nbytes
 class Boundaries:
     """Chooses the boundaries of prompts for one engine.
 
-    What a window needs is there while the engine computes past it, so that any boundary can be stored: the end of each
-    prompt, where the next turn of its conversation continues; where a request found that the prompt it shares with
-    others goes on without a boundary; and others in so regular distances that they take no more room than the chunks
-    between them. A recurrent state is there when the engine offers it, and nowhere else.
+    The blocks of a window exist while the engine computes past it, so any boundary can be stored: the end of each
+    prompt, where the next turn of its conversation continues; places where a request found that a prompt shared with
+    others continues without a boundary; and others, at regular distances at which they take no more room than the
+    chunks between them. A recurrent state exists only where the engine offers it.
     """
 
     def __init__(self, layout: ChunkLayout):
@@ -29,7 +29,7 @@ class Boundaries:
         self.spacing = _spacing(layout)  #: chunks between two boundaries that are stored in any case
 
     def describe(self) -> Iterator[str]:
-        """A line for each group, and one that says where requests can continue."""
+        """A line for each group, and one that states where requests can continue."""
         for part in self._layout.parts:
             for group in (self._layout.groups[number] for number in part.groups):
                 nbytes = group.stored(self._layout.tokens) * sum(group.page_nbytes) * self._layout.ranks
@@ -47,10 +47,10 @@ class Boundaries:
             )
 
     def among(self, first: int, end: int, asked: Collection[int], offered: Mapping[int, OfferedStates]) -> list[int]:
-        """The boundaries to store behind more than ``first`` and at most ``end`` chunks of a prompt.
+        """The boundaries to store after more than ``first`` and at most ``end`` chunks of a prompt.
 
-        ``asked`` are those where others are likely to continue; ``offered`` the states that the engine offers, by the
-        tokens behind which they are.
+        ``asked`` are those where others are likely to continue; ``offered`` has the states that the engine offers, by
+        the number of tokens before them.
         """
         tokens = self._layout.tokens
         if self._states:
@@ -59,7 +59,7 @@ class Boundaries:
 
 
 def _spacing(layout: ChunkLayout) -> int:
-    """Chunks in which windows are as large as what every chunk has; 1 if they are no larger in each single one."""
+    """Number of chunks whose parts 0 are as large as a boundary's windows; 1 if windows are no larger in any chunk."""
     chunk, others = layout.parts[0].payload_nbytes, layout.parts[1:]
     if sum(part.payload_nbytes for part in others) <= chunk:
         return 1
@@ -80,13 +80,13 @@ class PagesOfChunks:
 
     @property
     def parts(self) -> Sequence[ChunkKey]:
-        """The keys of what is to be stored besides part 0 of each chunk."""
+        """The keys of the parts to store besides part 0 of each chunk."""
         return list(self._parts)
 
     def add_boundaries(self, boundaries: Iterable[int], offered: Mapping[int, OfferedStates]) -> None:
         """Add the parts that these boundaries need, unless the engine no longer keeps one of their pages.
 
-        ``offered`` has the states that the engine offers, by the tokens behind which they are.
+        ``offered`` has the states that the engine offers, by the number of tokens before them.
         """
         for boundary in boundaries:
             states = offered.get(boundary * self._layout.tokens, {})
@@ -99,7 +99,7 @@ class PagesOfChunks:
                 self._parts.update(pages)
 
     def whole_from(self, first: int) -> int:
-        """The first chunk, from ``first`` on, behind which the engine keeps all pages of part 0."""
+        """The first chunk, not before ``first``, from which on the engine keeps all pages of part 0."""
         (part, *_), numbers = self._layout.parts, range(len(self._path) - 1, first - 1, -1)
         if self._layout.groups[part.groups[0]].kind is KVKind.FULL_ATTENTION:
             return first

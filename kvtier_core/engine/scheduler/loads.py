@@ -11,8 +11,8 @@ from kvtier_core.engine.scheduler.requests import RequestState
 from kvtier_core.engine.step import BlockTables
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout, part_key
-from kvtier_core.stack.interface import Stack
-from kvtier_core.stack.outcomes import LoadLimit, Lookup
+from kvtier_core.stack.interface import Lookups
+from kvtier_core.stack.outcomes import LoadLimit, Lookup, Missing, Terms
 from kvtier_core.types import ChunkKey, FrameRead, StoredFrame
 
 #: Steps for which a waiting request keeps its pins if the engine does not ask about it again.
@@ -26,14 +26,14 @@ class Loads:
     or the request no longer needs them.
     """
 
-    def __init__(self, stack: Stack, layout: ChunkLayout):
+    def __init__(self, stack: Lookups, layout: ChunkLayout):
         self._stack = stack
         self._layout = layout
         self._parted = len(layout.parts) > 1
         self._planned: list[tuple[str, Transfer]] = []
         self._impossible: list[str] = []  # requests that were promised a load which cannot begin
         self._holders: dict[str, str] = {}  # of the loads under way, by request id
-        self._waiting: dict[str, int] = {}  # by holder, the least recently asked about first: the step of that
+        self._waiting: dict[str, int] = {}  # by holder: the step in which the engine last asked about it, oldest first
         self._step = 0
         self._unread: dict[str, dict[ChunkKey, FrameRead]] = {}  # of loads under way, by request id
 
@@ -42,19 +42,19 @@ class Loads:
 
     @property
     def holders(self) -> set[str]:
-        """Of the loads under way, whose requests may have ended."""
+        """The holders of the loads under way, whose requests may have ended."""
         return set(self._holders.values())
 
     def find(self, state: RequestState, keys: Sequence[ChunkKey], limit: LoadLimit | None) -> Lookup:
-        """Look up a path. Requests the promotion of chunks in lower tiers, as far as they are worth it.
+        """Look up a path. Requests the promotion of chunks in lower tiers that are worth loading.
 
         Nothing is found while a load of the request is under way: its slots must stay pinned until that has ended.
         """
         if self._holders.get(state.view.request_id) == state.holder:
-            return Lookup(miss_reason="its load is under way")
+            return Lookup(rest=Missing("its load is in progress"))
         self.asked(state)
-        skipped = state.computed // self._layout.tokens
-        return self._stack.lookup(keys, state.holder, limit, state.view.identity.salt, skipped)
+        skipped = state.match.computed // self._layout.tokens
+        return self._stack.lookup(keys, state.holder, Terms(limit, state.identity.salt, skipped))
 
     def release(self, state: RequestState) -> None:
         """Release what the request found, unless it is being loaded."""
@@ -62,7 +62,7 @@ class Loads:
             self._stack.release(state.holder)
 
     def asked(self, state: RequestState) -> None:
-        """The engine asks about a request: what it has found is kept."""
+        """The engine asks about a request: keep what it has found."""
         self._waiting.pop(state.holder, None)
         self._waiting[state.holder] = self._step
 
@@ -75,40 +75,40 @@ class Loads:
             self._stack.release(holder)
 
     def begin(self, state: RequestState, tables: BlockTables, tokens: int) -> list[int]:
-        """Load ``tokens`` into the request's blocks, behind those that the engine had when it asked for a match.
+        """Load ``tokens`` tokens into the request's blocks, after those that the engine had when it asked for a match.
 
         Plans the transfer for this step; if the engine keeps blocks that would not be filled, the load has failed.
         Returns the blocks that will hold exactly the KV that an engine computed: all that are loaded, unless some of it
-        came through a lossy codec.
+        passed through a lossy codec.
         """
-        size = self._layout.tokens
-        first, end = state.computed // size, state.computed + tokens
+        size, match = self._layout.tokens, state.match
+        first, end = match.computed // size, match.computed + tokens
         last = -(-end // size)
-        places = state.found.parts or [(number, 0) for number in range(len(state.found.slots))]
+        places = match.found.parts or [(number, 0) for number in range(len(match.found.slots))]
         loaded = [(first + number, part) for number, part in places if first + number < last]
-        pages = tuple(self._pages(*each, tables, state.computed, end) for each in loaded)
-        tiers = self._tier_of_each_chunk(state.found, last - first)
-        state.sources = tokens_by_tier(tiers, first, state.computed, tokens, size)
-        state.reason = ", ".join(f"{tier} {chunks * size}" for tier, chunks in Counter(tiers).items())
-        if len(loaded) > state.found.exact:
-            state.reason += " (lossy: the answer may differ)"
-        state.loaded = {}
-        for slot, (number, part) in zip(state.found.slots, loaded, strict=False):
+        pages = tuple(self._pages(*each, tables, match.computed, end) for each in loaded)
+        tiers = self._tier_of_each_chunk(match.found, last - first)
+        state.load.sources = tokens_by_tier(tiers, first, match.computed, tokens, size)
+        match.reason = ", ".join(f"{tier} {chunks * size}" for tier, chunks in Counter(tiers).items())
+        if len(loaded) > match.found.exact:
+            match.reason += " (lossy: the answer may differ)"
+        state.load.frames = {}
+        for slot, (number, part) in zip(match.found.slots, loaded, strict=False):
             place = slot.tier if isinstance(slot, StoredFrame) else slot.arena
             key = state.path[number]
-            state.loaded.setdefault(place, []).append(part_key(key, part) if self._parted else key)
+            state.load.frames.setdefault(place, []).append(part_key(key, part) if self._parted else key)
         del self._waiting[state.holder]
         self._holders[state.view.request_id] = state.holder
-        if self._expected(tables, state.computed, end) - _blocks_of(pages):
+        if self._expected(tables, match.computed, end) - _blocks_of(pages):
             self._impossible.append(state.view.request_id)
             return []
-        slots = tuple(state.found.slots[: len(loaded)])
+        slots = tuple(match.found.slots[: len(loaded)])
         self._stack.load_begins([slot for slot in slots if isinstance(slot, StoredFrame)], state.holder)
         self._planned.append((state.view.request_id, Transfer(slots, pages)))
-        return list(_blocks_of(pages[: state.found.exact]))
+        return list(_blocks_of(pages[: match.found.exact]))
 
     def _pages(self, chunk: int, part: int, tables: BlockTables, computed: int, end: int) -> ChunkPages:
-        """The blocks that one part of a chunk is loaded into: those behind ``computed`` tokens and before ``end``."""
+        """The blocks that one part of a chunk is loaded into: those after ``computed`` tokens and before ``end``."""
         groups = self._layout.parts[part].groups
         return tuple(
             tuple(
@@ -127,7 +127,7 @@ class Loads:
         return set(chain.from_iterable(blocks)) - {NO_BLOCK}
 
     def _tier_of_each_chunk(self, found: Lookup, chunks: int) -> list[str]:
-        """Which tier supplied each chunk; for one of which nothing needs to be loaded, that of the next one."""
+        """The tier that supplied each chunk; for a chunk of which nothing needs to be loaded, that of the next one."""
         places = found.parts or [(number, 0) for number in range(len(found.slots))]
         tiers: dict[int, str] = {}
         for (number, _), tier in zip(places, found.sources, strict=True):
@@ -143,7 +143,7 @@ class Loads:
         return tuple(planned)
 
     def fail_planned(self) -> None:
-        """The loads planned since the last step cannot begin: their slots are not there any more."""
+        """The loads planned since the last step cannot begin: their slots no longer exist."""
         self._impossible += [request_id for request_id, _ in self.take_planned()]
 
     def take_impossible(self) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class Loads:
 
 
 def _span(computed: int, end: int, block_tokens: int) -> range:
-    """The blocks that hold tokens behind ``computed`` and before ``end``."""
+    """The blocks that hold tokens after ``computed`` and before ``end``."""
     return range(computed // block_tokens, -(-end // block_tokens))
 
 
@@ -179,7 +179,7 @@ def _blocks_of(pages: Sequence[ChunkPages]) -> set[int]:
 
 
 def tokens_by_tier(tiers: Sequence[str], first: int, computed: int, tokens: int, chunk_tokens: int) -> Counter[str]:
-    """How many of the ``tokens`` behind the first ``computed`` each tier supplied. The counts add up to ``tokens``.
+    """How many of the ``tokens`` after the first ``computed`` each tier supplied. The counts add up to ``tokens``.
 
     ``tiers`` names the tier of each chunk, from chunk number ``first`` on.
     """

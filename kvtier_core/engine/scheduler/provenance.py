@@ -1,9 +1,9 @@
-"""Which of the engine's blocks hold KV that may be stored.
+"""Tracks which of the engine's blocks hold KV that may be stored.
 
 A block is trusted if kvtier loaded it, or if this engine's forward computed it from KV that was trusted up to there.
 Everything else may come from another connector: an engine may have several, may learn late or never that a load
-was wrong, and keeps loaded blocks in its own prefix cache, where later requests find them. What is not trusted is never
-stored, nor is anything that was computed from it.
+was wrong, and keeps loaded blocks in its own prefix cache, where later requests find them. Untrusted KV is never
+stored, nor is KV that was computed from it.
 
 A block is written by a load or by a forward: `allocated` is called before every load, `computed` before every forward.
 """
@@ -18,15 +18,15 @@ from kvtier_core.interfaces import NO_BLOCK
 
 
 class Provenance:
-    """The trusted blocks. A block is not trusted unless it is known to be."""
+    """The trusted blocks. A block is trusted only if it is known to be."""
 
     def __init__(self, block_tokens: Sequence[int]):
-        """``block_tokens`` are those of a block of each group."""
+        """``block_tokens`` has the tokens of a block, for each group."""
         self._block_tokens = block_tokens
         self._trusted: set[int] = set()
 
     def allocated(self, tables: BlockTables, computed: int) -> None:
-        """A request was given these blocks. All behind its first ``computed`` tokens are about to be overwritten."""
+        """A request was given these blocks. All after its first ``computed`` tokens are about to be overwritten."""
         for blocks, size in zip(tables, self._block_tokens, strict=True):
             self._trusted.difference_update(blocks[-(-computed // size) :])
 
@@ -37,9 +37,9 @@ class Provenance:
     def computed(self, trusted: int | None, request: ScheduledRequest, step: Step) -> int:
         """This step's forward computes tokens of a request. Call it in the order of scheduling.
 
-        ``trusted`` is how many tokens, from the first one on, had trusted KV before the step; None finds out from the
-        blocks. Returns how many have it after the step: all, unless the forward also reads other KV or leaves some
-        unwritten.
+        ``trusted`` is the number of tokens, from the first one on, with trusted KV before the step; with None it is
+        determined from the blocks. Returns that number after the step: all, unless the forward also reads other KV or
+        leaves some unwritten.
         """
         start, end = request.computed, request.end
         if trusted is None or any(not start % size or start // size < end // size for size in self._block_tokens):

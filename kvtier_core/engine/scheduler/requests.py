@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
-from kvtier_core.engine.request_view import Bypass, RequestView
+from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout, chunk_key
-from kvtier_core.observers.readings import DECLINED, NOT_ASKED
-from kvtier_core.stack.interface import Stack
-from kvtier_core.stack.outcomes import Declined, Lookup
+from kvtier_core.stack.interface import Lookups
+from kvtier_core.stack.outcomes import Declined, Lookup, Missing, TooSmall
+from kvtier_core.telemetry.readings import DECLINED, NOT_ASKED
 from kvtier_core.types import KEY_NBYTES, ChunkKey, Event, EventKind
 
-#: BLAKE2b's personalization of keys that depend on the tokens behind a chunk, too.
+#: BLAKE2b's personalization of keys that also depend on the tokens after a chunk.
 _AHEAD = b"kvtier-ahead"
 
 
@@ -29,7 +29,51 @@ _AHEAD = b"kvtier-ahead"
 class Asked:
     """The step in which the engine has asked about a request."""
 
-    until: float = math.inf  #: when the step behind it was planned, in which the engine may have asked again
+    until: float = math.inf  #: when the next step was planned, in which the engine may have asked again
+
+
+@attrs.define
+class Match:
+    """The last answer to the engine about what it can load."""
+
+    computed: int = 0  #: tokens that it had then
+    found: Lookup = attrs.field(factory=Lookup)  #: the offer, from the chunk that contains ``computed`` on
+    left: Declined | TooSmall | Missing | None = None  #: why the lookup found no more
+    shared: int = 0  #: chunks of its tokens that others had stored, even if it could not load them
+    reason: str = ""  #: for the log
+
+
+@attrs.define
+class Wait:
+    """The waits of a request, and the tiers that it waited for."""
+
+    asked: Asked | None = None  #: the step in which the engine was last told to wait; None: it need not wait
+    since: float = 0.0  #: when this wait began
+    until: float = 0.0  #: when its longest permitted wait ends
+    tier: str = ""  #: the tier that it waits for; empty: none
+    most_chunks: int = 0  #: the most chunks that it waited for together
+    seconds: dict[str, float] = attrs.field(factory=dict)  #: by tier, until they are counted
+    total: float = 0.0  #: all seconds that it waited, once it is admitted
+
+
+@attrs.define
+class Late:
+    """KV that another engine has just computed for a request, and that no tier has yet."""
+
+    pending: bool = False  #: does the request wait for it?
+    tier: str = ""  #: the tier that was asked for it again; empty: none can be
+    asks_again: float = 0.0  #: when to ask tiers again
+
+
+@attrs.define
+class Load:
+    """The last load of a request."""
+
+    begun: float = 0.0  #: when it was planned
+    sources: Counter[str] = attrs.field(factory=Counter)  #: tokens, by tier
+    #: Its frames by the number of the arena, or by the name of a store tier that workers read.
+    frames: dict[int | str, list[ChunkKey]] = attrs.field(factory=dict)
+    failed: bool = False  #: then nothing more is looked up for the request; what it computes is stored
 
 
 @attrs.define
@@ -38,56 +82,61 @@ class RequestState:
 
     view: RequestView  #: the latest one
     since: float  #: when it was first seen
-    holder: str  #: under which the stack pins for it; unique, even among requests of the same id
+    holder: str  #: the holder of its pins in the stack; unique, even among requests with the same id
     bypass: Bypass | None = None
-    load_failed: bool = False  #: nothing more is looked up for it; what it computes is stored
     keys: list[ChunkKey] = attrs.field(factory=list)  #: as the token database made them
     path: list[ChunkKey] = attrs.field(factory=list)  #: the same, as the stack knows them
-    stored_chunks: int = 0  #: from the first one on, that were handed to the stack or found in it
-    computed: int = 0  #: tokens that the engine had when it last asked for a match
+    stored_chunks: int = 0  #: leading chunks that were handed to the stack or found in it
     trusted: int | None = None  #: tokens, from the first one on, with trusted KV (see provenance); None: not known yet
-    found: Lookup = attrs.field(factory=Lookup)  #: the lookup then, from the chunk that contains ``computed`` on
-    admitted: int = 0  #: tokens that it had when it was admitted: its prompt, and what it had generated if preempted
-    shared: int = 0  #: chunks that others had stored of its tokens then, though it may not have been able to load them
-    declined: Declined | None = None  #: what it left in a tier
-    sources: Counter[str] = attrs.field(factory=Counter)  #: tokens of its last load, by tier
-    asked: Asked | None = None  #: the step in which the engine was last told to wait; None: it is not to
-    waiting_since: float = 0.0  #: since when it waits
-    waits_until: float = 0.0  #: when it has waited for as long as it may
-    awaited: str = ""  #: the tier that it waits for; empty: none
-    late: bool = False  #: what it waits for another engine has just computed, and no tier has it yet
-    late_from: str = ""  #: the tier that was asked for it again; empty: none can be
-    asks_again: float = 0.0  #: when tiers are to be asked for it again
-    awaited_chunks: int = 0  #: the most chunks that it waited for at once
-    waits: dict[str, float] = attrs.field(factory=dict)  #: seconds that it has waited, by tier, until they are counted
-    waited: float = 0.0  #: seconds that it had waited when it was admitted
-    load_begun: float = 0.0  #: when its last load was planned
-    #: Frames of that load, by the number of the arena, or by the name of a store tier that workers read.
-    loaded: dict[int | str, list[ChunkKey]] = attrs.field(factory=dict)
-    reason: str = ""  #: the reason of the last answer, for the log
+    admitted: int = 0  #: tokens that it had when it was admitted: its prompt, and generated ones if preempted
     logged: bool = False
+    match: Match = attrs.field(factory=Match)
+    wait: Wait = attrs.field(factory=Wait)
+    late: Late = attrs.field(factory=Late)
+    load: Load = attrs.field(factory=Load)
+
+    @property
+    def identity(self) -> KVIdentity:
+        """What its KV depends on besides its tokens. Only of a request that is not bypassed."""
+        assert isinstance(self.view.identity, KVIdentity), "it is bypassed"
+        return self.view.identity
+
+    def loaded_from(self, names: Mapping[int, str], layout: ChunkLayout, seconds: float) -> list[Event]:
+        """An event for each tier, after its load succeeded in ``seconds`` seconds. ``names`` are those of arenas."""
+        return [
+            Event(
+                EventKind.LOADED,
+                at if isinstance(at, str) else names[at],
+                tuple(keys),
+                layout.payloads_nbytes(keys),
+                seconds=seconds,
+                request=self.view.request_id,
+            )
+            for at, keys in self.load.frames.items()
+        ]
 
     def looked_up(
         self, tiers: Sequence[str], hits: Mapping[str, int], chunk_tokens: int, *, asked: bool, ago: float
     ) -> list[Event]:
         """The outcome for the tokens that the engine lacked, as events that add up: queried = hit + missed + bypassed.
 
-        Call it once, when it is known what was loaded of them. A tier is queried for what no tier above it had.
-        ``tiers`` are all of them, the hottest first; ``hits`` are tokens by tier. Without ``asked`` nothing was looked
+        Call it once, when it is known which of them were loaded. A tier is queried for the tokens that no tier above it
+        had. ``tiers`` are all tiers, hottest first; ``hits`` are tokens by tier. Without ``asked`` nothing was looked
         up for the request. The engine was answered ``ago`` seconds ago.
         """
         events: list[Event] = []
-        left, answered = self.view.tokens - self.computed, time.time() - ago
+        left, answered = self.view.tokens - self.match.computed, time.time() - ago
         for tier in tiers:
             if left <= 0:
                 break
             hit = hits.get(tier, 0)
-            here = self.declined.chunks if asked and self.declined and self.declined.tier == tier else 0
+            rest = self.match.left
+            here = rest.chunks if asked and isinstance(rest, Declined) and rest.tier == tier else 0
             declined = min(here * chunk_tokens, left - hit)
             missed = left - hit - declined if asked else 0
-            told = {"seconds": self.waited, "request": self.view.request_id, "at": answered}
+            waited, request = self.wait.total, self.view.request_id
             events += [
-                Event(kind, tier, tokens=tokens, why=why, **told)
+                Event(kind, tier, tokens=tokens, why=why, seconds=waited, request=request, at=answered)
                 for kind, tokens, why in (
                     (EventKind.QUERIED, left, ""),
                     (EventKind.HIT, hit, ""),
@@ -104,17 +153,18 @@ class RequestState:
 class Requests:
     """Request states by id. A request is known from its first `track` to its `finish`.
 
-    The KV of a chunk depends on ``lookahead`` tokens behind it, too: so does its key, and it has none without them.
+    The KV of a chunk also depends on ``lookahead`` tokens after it. So does its key: without them it has none.
     """
 
     def __init__(
-        self, stack: Stack, database: TokenDatabase, layout: ChunkLayout, lookahead: int, clock: Callable[[], float]
+        self, stack: Lookups, database: TokenDatabase, layout: ChunkLayout, lookahead: int, clock: Callable[[], float]
     ):
         self._stack = stack
         self._database = database
         self.chunk_tokens = layout.tokens  #: tokens of a chunk
         self._lookahead = lookahead
         self._parted = len(layout.parts) > 1
+        self._leaves_one = not (layout.keeps_every_token or lookahead)
         self._clock = clock
         self._states: dict[str, RequestState] = {}
         self._arrivals = itertools.count(1)
@@ -158,14 +208,18 @@ class Requests:
         return prompts, total - prompts
 
     def chunks(self, tokens: int) -> int:
-        """How many whole chunks have a key if so many tokens are known."""
+        """How many whole chunks have a key if ``tokens`` tokens are known."""
         return max(0, tokens - self._lookahead) // self.chunk_tokens
+
+    def loadable(self, tokens: int) -> int:
+        """The number of tokens whose chunks may be loaded. If not all KV is kept, one token is left to compute."""
+        return tokens - self._leaves_one
 
     def keys(self, state: RequestState, tokens: int) -> list[ChunkKey]:
         """Keys of all whole chunks among the first ``tokens`` of a request that is not bypassed; computed once."""
         chunks = self.chunks(tokens)
         if chunks > len(state.keys):
-            identity, known = state.view.identity, len(state.keys)
+            identity, known = state.identity, len(state.keys)
             extra = identity.extra(self.chunk_tokens)
             state.keys = self._database.keys(
                 state.view.token_ids[: chunks * self.chunk_tokens], known=state.keys, salt=identity.salt, extra=extra

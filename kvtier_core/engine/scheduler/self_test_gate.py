@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping
 
+from kvtier_core.engine.messages import WorkerProgress
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.interface import Stack
+from kvtier_core.stack.interface import Attachments
 from kvtier_core.types import Slot
 
 logger = logging.getLogger("kvtier")
 
-#: How often `SelfTestGate.wants_steps` is True. A worker that never reports must not keep an idle engine awake.
+#: Limit on the steps that `SelfTestGate` wants: a worker that never reports must not keep an idle engine awake.
 _MOST_STEPS = 1000
 
 #: The holder of the slots.
@@ -22,7 +21,7 @@ SELF_TEST = "self-test"
 class SelfTestGate:
     """Reserves slots of each arena for the workers' self-tests, and collects the outcomes, for each attachment."""
 
-    def __init__(self, stack: Stack, layout: ChunkLayout):
+    def __init__(self, stack: Attachments, layout: ChunkLayout):
         self.failure = ""  #: why nothing is stored or loaded; empty if nothing failed
         self.attachment = stack.attachment  #: the one that is tested
         self._stack = stack
@@ -31,14 +30,14 @@ class SelfTestGate:
         self._begin()
 
     def _begin(self) -> None:
-        #: Of each arena as many as the layout says; empty once it is over.
+        #: For each arena, as many as the layout requires; empty once the self-test is over.
         self.slots: tuple[Slot, ...] = ()
         self._ranks_left = self._layout.ranks
         self._steps_left = _MOST_STEPS
         self.renew()
 
     def renew(self) -> bool:
-        """Look whether the workers must reach the stack anew. True if so: nothing may be loaded until they have."""
+        """Check whether the workers must attach to the stack again. If True, nothing may be loaded until they have."""
         renewed = self._stack.attachment != self.attachment
         if renewed:
             self.attachment = self._stack.attachment
@@ -50,7 +49,7 @@ class SelfTestGate:
 
     @property
     def is_open(self) -> bool:
-        """True once every rank has reported, for as long as the workers need not reach the stack anew."""
+        """True once every rank has reported, as long as the workers need not attach to the stack again."""
         return not self._ranks_left and self._stack.attachment == self.attachment
 
     def wants_steps(self) -> bool:
@@ -61,7 +60,7 @@ class SelfTestGate:
         return True
 
     def end(self, why: str) -> None:
-        """Store and load nothing any more, whatever the workers could reach."""
+        """Store and load nothing from now on, whatever the workers can reach."""
         self._ended = True
         self._fail(why)
 
@@ -70,20 +69,20 @@ class SelfTestGate:
             self.failure = why
             logger.error("kvtier: %s. Nothing is stored or loaded.", why)
 
-    def record(self, outcomes: Counter[tuple[int, str]], no_readers: Mapping[str, str]) -> None:
-        """Count the outcomes of workers' self-tests, by attachment; an empty text is a pass.
-
-        ``no_readers``: the tiers whose frames a worker does not read by itself, and why.
-        """
-        for tier, why in no_readers.items():
+    def record(self, progress: WorkerProgress) -> None:
+        """Count the outcomes of workers' self-tests. Workers that got no answer from a server attach again."""
+        for tier, why in progress.no_readers.items():
             self._stack.stop_direct_reads(tier, why)
             logger.info("kvtier: frames of %s pass through an arena: %s", tier, why)
-        found = {problem: ranks for (attachment, problem), ranks in outcomes.items() if attachment == self.attachment}
+        outcomes = progress.self_tests.items()
+        found = {problem: ranks for (attachment, problem), ranks in outcomes if attachment == self.attachment}
         if not found or self.is_open:
             return
         self._ranks_left -= sum(found.values())
         if failures := [problem for problem in found if problem]:
             self._fail(f"the self-test failed: {failures[0]}")
+        if self.attachment in progress.unanswered:
+            self._stack.attach_again()
         if self.is_open:
             self._stack.release(SELF_TEST)
             self.slots = ()

@@ -8,8 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 import attrs
 
 from kvtier_core.engine.messages import ChunkPages, Transfer, WorkerProgress
-from kvtier_core.stack.interface import Stack
+from kvtier_core.stack.interface import Stores
 from kvtier_core.types import ChunkKey
+
+#: Numbers of jobs, each with its transfer.
+Jobs = tuple[tuple[int, Transfer], ...]
 
 
 @attrs.define
@@ -19,14 +22,14 @@ class _StoreJob:
     waiting: int  #: workers that have not reported its end
     failed: bool = False
     checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of each chunk, by shard
-    #: So many leading chunks are, as far as the workers have reported.
+    #: Number of leading chunks that are filled, according to the workers' reports so far.
     filled: int = attrs.field(default=attrs.Factory(lambda job: len(job.keys), takes_self=True))
 
 
 class StoreJobs:
     """The stores under way, by the job number that the workers use."""
 
-    def __init__(self, stack: Stack, ranks: int, shards: int):
+    def __init__(self, stack: Stores, ranks: int, shards: int):
         self._stack = stack
         self._ranks = ranks
         self._shards = shards
@@ -47,12 +50,14 @@ class StoreJobs:
         pages: Mapping[ChunkKey, ChunkPages],
         salt: bytes,
         parts: Sequence[ChunkKey] = (),
-    ) -> tuple[tuple[int, Transfer], ...]:
+        promised_to: str = "",
+    ) -> Jobs:
         """Store the chunks of a path that the stack admits, and other parts of chunks, from these ``pages``.
 
-        Returns the new job and its transfer, or nothing if the stack admits no chunk.
+        Returns the new job and its transfer, or nothing if the stack admits no chunk. ``promised_to``: see
+        `Stack.reserve`.
         """
-        slots = self._stack.reserve(path, _holder(self._last_job + 1), salt, parts)
+        slots = self._stack.reserve(path, _holder(self._last_job + 1), salt, parts, promised_to)
         if not slots:
             return ()
         wanted = tuple(map(pages.__getitem__, slots))
@@ -71,7 +76,7 @@ class StoreJobs:
             store.failed = True
 
     def record(self, progress: WorkerProgress) -> None:
-        """Process what the workers ended."""
+        """Process the ends that the workers report."""
         for (job, shard), checksums in progress.checksums.items():
             self._jobs[job].checksums[shard] = checksums
         for job, filled in progress.filled.items():

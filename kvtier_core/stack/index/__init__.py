@@ -1,1 +1,1 @@
-"""Which chunks a tier holds, how they depend on each other, and in which order they may be evicted."""
+"""The chunks that a tier holds, their dependencies, and the order in which they may be evicted."""

@@ -28,6 +28,7 @@ class CacheIndex:
     def __init__(self, policy: EvictionPolicy, store_after: int = 1):
         """A chunk is admitted once ``store_after`` requests have named it."""
         self.resident = PrefixTree()  #: the keys with their sizes, places and parents; changed by `admit` and `remove`
+        self.salts: dict[ChunkKey, bytes] = {}  #: of the resident chunks whose requests are known to have one
         self.policy = policy
         self._spares = policy if isinstance(policy, SupportsSparing) else None
         self._store_after = store_after
@@ -46,6 +47,10 @@ class CacheIndex:
         self.resident.adopt(path)
         self.policy.request(path, now, hints)
 
+    def note(self, salts: Mapping[ChunkKey, bytes]) -> None:
+        """Requests with these salts name chunks: remember those of the resident ones."""
+        self.salts.update((key, salt) for key, salt in salts.items() if key in self.resident)
+
     def chunk_of(self, key: ChunkKey) -> ChunkKey:
         """The key of the chunk to which a part belongs."""
         return key
@@ -63,9 +68,10 @@ class CacheIndex:
 
     def meets_frequency(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
         """The leading chunks of a path that enough requests have named."""
-        if self._frequency is None:
+        frequency = self._frequency
+        if frequency is None:
             return path
-        return leading_run(path, lambda key: self._frequency.of(key) >= self._store_after)
+        return leading_run(path, lambda key: frequency.of(key) >= self._store_after)
 
     def admit(
         self,
@@ -84,6 +90,7 @@ class CacheIndex:
         places = self.resident.remove(keys)
         for key in keys:
             self.policy.forget(key, evicted=evicted)
+            self.salts.pop(key, None)
         self._unspare()
         return places
 
@@ -96,20 +103,23 @@ class CacheIndex:
         self,
         amount: int,
         weigh: Callable[[ChunkKey], int],
-        spared: Sequence[Container[ChunkKey]] = (),
+        spared: Sequence[Container[ChunkKey | None]] = (),
         pinned: Container[int] = (),
+        among: Sequence[ChunkKey] | None = None,
     ) -> list[ChunkKey]:
-        """The best victims, in order, that together weigh ``amount``, or as many as there are. Evicts nothing.
+        """The best victims, in order, that together weigh ``amount``, or all if they weigh less. Evicts nothing.
 
-        Passes over keys in any of the ``spared``, and keys whose place is ``pinned``.
+        Passes over keys in any of the ``spared``, and keys whose place is ``pinned``. ``among`` are resident keys, the
+        best victim first: only these are looked at, and in this order instead of the policy's.
         """
         chosen: list[ChunkKey] = []
         passed: list[ChunkKey] = []
-        candidates = self._eviction_candidates(spared, pinned, passed)
+        candidates = self._eviction_candidates(spared, pinned, passed, among)
         while amount > 0 and (leaving := next(candidates, None)) is not None:
             chosen += leaving
             amount -= sum(map(weigh, leaving))
-        self._spare(passed)
+        if among is None:
+            self._spare(passed)
         return chosen
 
     def plan_admission(
@@ -118,12 +128,15 @@ class CacheIndex:
         nbytes: int,
         room: int,
         weigh: Callable[[ChunkKey], int],
-        spared: Sequence[Container[ChunkKey]] = (),
+        spared: Sequence[Container[ChunkKey | None]] = (),
         pinned: Container[int] = (),
+        *,
+        promised: bool = False,
     ) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """The leading newcomers of a path to admit at ``nbytes`` each, and the victims they need. Evicts nothing.
 
-        A newcomer is refused if the policy does not prefer it to each of its victims; then all behind it are, too.
+        A newcomer is refused if the policy does not prefer it to each of its victims; then all after it are, too. The
+        policy is not asked about ``promised`` ones.
         """
         free = min(len(newcomers), max(room, 0) // nbytes)
         admitted, victims = list(newcomers[:free]), []
@@ -134,7 +147,7 @@ class CacheIndex:
             needed: list[ChunkKey] = []
             while room < nbytes:
                 leaving = next(candidates, None)
-                if leaving is None or not self._prefers(newcomer, leaving[0]):
+                if leaving is None or not (promised or self._prefers(newcomer, leaving[0])):
                     break
                 needed += leaving
                 room += sum(map(weigh, leaving))
@@ -163,13 +176,17 @@ class CacheIndex:
                 self._spares.unspare(key)
 
     def _eviction_candidates(
-        self, spared: Sequence[Container[ChunkKey]], pinned: Container[int], passed: list[ChunkKey]
+        self,
+        spared: Sequence[Container[ChunkKey | None]],
+        pinned: Container[int],
+        passed: list[ChunkKey],
+        among: Sequence[ChunkKey] | None = None,
     ) -> Iterator[Sequence[ChunkKey]]:
         """Groups of keys that leave together, best first, each assuming that all before it are evicted.
 
         Keys that are passed over because of a resident child are appended to ``passed``.
         """
-        victims, leaf_first = self.policy.victims(), self.policy.leaf_first
+        victims, leaf_first = self.policy.victims() if among is None else iter(among), self.policy.leaf_first
         return ((key,) for key in self.resident.eviction_candidates(victims, spared, pinned, leaf_first, passed))
 
 
@@ -190,6 +207,6 @@ class FrequencyFilter:
                 self._older, self._younger = self._younger, {}
 
     def of(self, key: ChunkKey) -> int:
-        """Number of requests that named this key, as far as the two generations remember."""
+        """Number of requests that named this key, if the two generations remember it."""
         short = key[:_PREFIX_NBYTES]
         return self._younger.get(short) or self._older.get(short, 0)

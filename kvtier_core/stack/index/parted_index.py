@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
+from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.layouts import chunk_key, number_of_part
 from kvtier_core.stack.index.cache_index import Admitted, CacheIndex
 from kvtier_core.types import ChunkKey
@@ -13,12 +14,12 @@ from kvtier_core.types import ChunkKey
 class PartedIndex(CacheIndex):
     """The policy knows chunks by the keys of their first parts. The other parts of a chunk leave with it.
 
-    A request can continue behind a boundary, a chunk that has all of its parts. The chunks between two boundaries
-    serve only the second one: they leave with it unless another chunk follows them.
+    A request can continue after a boundary, a chunk that has all of its parts. The chunks between two boundaries serve
+    only the second one: they leave with it unless another chunk follows them.
     """
 
-    def __init__(self, *args: object, **options: object):
-        super().__init__(*args, **options)
+    def __init__(self, policy: EvictionPolicy, store_after: int = 1):
+        super().__init__(policy, store_after)
         self._others: dict[ChunkKey, dict[ChunkKey, None]] = {}  # all parts but the first, by chunk
         self._orphaned: dict[ChunkKey, None] = {}  # chunks whose first part is not resident
 
@@ -69,6 +70,8 @@ class PartedIndex(CacheIndex):
             self.policy.forget(chunk, evicted=evicted)
             if chunk in self._others:
                 self._orphaned[chunk] = None
+        for key in keys:
+            self.salts.pop(key, None)
         self._unspare()
         return places
 
@@ -76,17 +79,25 @@ class PartedIndex(CacheIndex):
         return number_of_part(victim) > 0 or super()._prefers(newcomer, victim)
 
     def _eviction_candidates(
-        self, spared: Sequence[Container[ChunkKey]], pinned: Container[int], passed: list[ChunkKey]
+        self,
+        spared: Sequence[Container[ChunkKey | None]],
+        pinned: Container[int],
+        passed: list[ChunkKey],
+        among: Sequence[ChunkKey] | None = None,
     ) -> Iterator[Sequence[ChunkKey]]:
         def may_leave(key: ChunkKey) -> bool:
             return self.resident.place(key) not in pinned and not any(key in each for each in spared)
 
-        for chunk in self._orphaned:
+        orphaned: Iterable[ChunkKey] = self._orphaned
+        if among is not None:
+            orphaned = [chunk for chunk in dict.fromkeys(map(chunk_key, among)) if chunk in self._orphaned]
+            among = [key for key in among if not number_of_part(key)]
+        for chunk in orphaned:
             if not any(chunk in each for each in spared) and (parts := list(filter(may_leave, self._others[chunk]))):
                 yield parts
         gone: set[ChunkKey] = set()
         children: Counter[ChunkKey | None] = Counter()  # that are gone
-        for (chunk,) in super()._eviction_candidates(spared, pinned, passed):
+        for (chunk,) in super()._eviction_candidates(spared, pinned, passed, among):
             leaving: list[ChunkKey] = []
             last: ChunkKey | None = chunk
             while last is not None and last not in gone and self.resident.children(last) <= children[last]:

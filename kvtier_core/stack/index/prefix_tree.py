@@ -13,6 +13,8 @@ from kvtier_core.types import ChunkKey
 class PlainPrefixTree:
     """A prefix tree over keys. A parent need not be resident; a key that is not resident has no known parent.
 
+    A parent that is below its own child, which no prompt has, stays unknown: else neither could ever be evicted.
+
     csrc/prefix_tree.cpp gives the same answers faster and in less memory; it is tested against this.
     """
 
@@ -122,7 +124,7 @@ class PlainPrefixTree:
     def eviction_candidates(
         self,
         victims: Iterator[ChunkKey],
-        spared: Sequence[Container[ChunkKey]],
+        spared: Sequence[Container[ChunkKey | None]],
         pinned: Container[int],
         leaf_first: bool,
         passed: list[ChunkKey],
@@ -159,11 +161,17 @@ class PlainPrefixTree:
                 candidate = parent if is_next else None
 
     def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
-        if key == parent:  # a path that names a key twice
+        if self._is_at_or_above(key, parent):
             return
         self._changes += 1
         self._parent[key] = parent
         self._children[parent] += 1
+
+    def _is_at_or_above(self, key: ChunkKey, below: ChunkKey) -> bool:
+        above: ChunkKey | None = below
+        while above is not None and above != key and key in self._children:
+            above = self._parent.get(above)
+        return above == key
 
 
 PrefixTree = choose("PrefixTree", PlainPrefixTree)

@@ -1,4 +1,4 @@
-"""Lookups of chunks with several parts: a request can continue only behind a chunk whose boundary is restorable.
+"""Lookups of chunks with several parts: a request can continue only after a chunk whose boundary is restorable.
 
 A boundary is restorable if all parts that the groups need there are held. The search runs from the end of the path to
 its start; the result is loaded as a whole or not at all.
@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 
 from kvtier_core.layouts import ChunkLayout, part_key
-from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.lookup.leases import Leases
-from kvtier_core.stack.lookup.search import Query, Search
-from kvtier_core.stack.outcomes import Lookup
-from kvtier_core.stack.promotion import Promotions, Requested
-from kvtier_core.stack.store_tier.tier import StoreTier
+from kvtier_core.stack.lookup.search import Search
+from kvtier_core.stack.outcomes import Lookup, Missing, Terms
+from kvtier_core.stack.promotion import Requested
 from kvtier_core.types import ChunkKey
 
 _Holds = Callable[[ChunkKey], bool]
@@ -31,7 +28,7 @@ class _Path:
     skipped: int = 0  #: chunks before them, which the engine has
 
     def needed(self, chunks: int) -> dict[ChunkKey, tuple[int, int]]:
-        """The parts that are needed to continue behind this many chunks of the path.
+        """The parts that are needed to continue after this many chunks of the path.
 
         Each maps to the index of its chunk in the path and its number in the chunk. Parts that few chunks have come
         first.
@@ -39,14 +36,16 @@ class _Path:
         return {
             part_key(self.chunks[number - self.skipped], part.number): (number - self.skipped, part.number)
             for part in reversed(self.layout.parts)
-            for number in self.layout.needed(part, self.skipped + chunks)
-            if number >= self.skipped
+            for number in self._behind_skipped(self.layout.needed(part, self.skipped + chunks))
         }
 
     def slots(self, chunks: int) -> int:
         """Number of these parts."""
         end = self.skipped + chunks
-        return sum(end - max(self.skipped, self.layout.needed(part, end).start) for part in self.layout.parts)
+        return sum(len(self._behind_skipped(self.layout.needed(part, end))) for part in self.layout.parts)
+
+    def _behind_skipped(self, needed: range) -> range:
+        return range(max(self.skipped, needed.start), needed.stop)
 
     def run(self, holds: _Holds) -> int:
         """Number of leading chunks that are held, whether or not their boundaries are restorable."""
@@ -65,26 +64,14 @@ class _Path:
 class BoundarySearch(Search):
     """Finds the last restorable boundary of a path."""
 
-    def __init__(
-        self,
-        arenas: Sequence[Arena],
-        tiers: Sequence[StoreTier],
-        promotions: Promotions,
-        leases: Leases,
-        layout: ChunkLayout,
-    ):
-        super().__init__(arenas, tiers, promotions, leases)
-        self._layout = layout
-
-    def lookup(self, query: Query) -> Lookup:
-        path, holder = query.path, query.holder
-        sought = _Path(self._layout, path, query.skipped)
+    def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> Lookup:
+        sought = _Path(self._layout, path, terms.skipped)
         lease = self._leases.of(path, holder)
         self._ask(path)
         chain = sought.run(self._may_come)
         ready, fitting = sought.restorable(chain, self._is_ready), self._fitting(sought)
         wanted = sought.restorable(min(chain, fitting), self._may_come)
-        below = self._bring(sought, ready, wanted, query)
+        below = self._bring(sought, ready, wanted, terms)
         later = ready + below.chunks
         unfitting = 0
         if fitting < len(path) and later >= wanted:
@@ -102,22 +89,18 @@ class BoundarySearch(Search):
             chunks=ready,
             chain=chain,
             exact=self._arenas[0].exact_run(keys),
-            pending=below.chunks,
-            awaited=below.tier,
-            silence=self._silence(below.tier),
-            declined=below.declined,
-            unfitting=unfitting,
-            miss_reason=self._too_small(unfitting) if unfitting else self._why_no_more(sought, later, below),
+            arriving=self._arrivals(below.tier, below.chunks),
+            rest=below.declined or self._too_small(unfitting) or self._missing(sought, later),
         )
 
-    def prefetch(self, query: Query) -> None:
+    def prefetch(self, path: Sequence[ChunkKey], terms: Terms) -> None:
         """Ask stores for the whole path; request the parts of its last boundary if there is room for all of them."""
-        self._ask(query.path)
-        sought = _Path(self._layout, query.path)
+        self._ask(path)
+        sought = _Path(self._layout, path)
         chain = sought.run(self._may_come)
         ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
         if sum(not self._is_ready(key) for key in sought.needed(later)) <= self._room_ahead:
-            self._bring(sought, ready, later, query)
+            self._bring(sought, ready, later, terms)
 
     # -- where a part is ---------------------------------------------------------------------------
 
@@ -127,20 +110,20 @@ class BoundarySearch(Search):
             return True
         if key in self._promotions.rejected or key in self._promotions.probes:
             return False
-        return bool(self._arriving(key)) or any(tier.has(key) or tier.is_asked(key) for tier in self._tiers)
+        return bool(self._arriving(key)) or any(tier.has(key) or key in tier.remote for tier in self._tiers)
 
     def _ask(self, path: Sequence[ChunkKey]) -> None:
-        """Ask shared stores for all parts of a path at once: their boundaries are unknown."""
+        """Ask shared stores for all parts of a path together: their boundaries are unknown."""
         for tier in self._tiers:
             if tier.backend.shared:
                 for chunk in path:
                     for part in self._layout.parts:
-                        tier.request_lookup([part_key(chunk, part.number)])
+                        tier.remote.request([part_key(chunk, part.number)])
 
     # -- bringing it up ----------------------------------------------------------------------------
 
     def _fitting(self, sought: _Path) -> int:
-        """The last boundary whose parts fit at once: those of a later one would wait for each other's slots."""
+        """The last boundary whose parts fit together: those of a later one would wait for each other's slots."""
         chunks, hot = len(sought.chunks), self._arenas[0]
         slots = hot.slots_for(sought.slots(chunks))
         if slots == sought.slots(chunks):
@@ -148,12 +131,12 @@ class BoundarySearch(Search):
         slots += sum(self._is_ready(key) and not hot.has(key) for key in sought.needed(chunks))  # in a colder arena
         return next((i for i in range(chunks, 0, -1) if sought.slots(i) <= slots), 0)
 
-    def _bring(self, sought: _Path, ready: int, later: int, query: Query) -> Requested:
+    def _bring(self, sought: _Path, ready: int, later: int, terms: Terms) -> Requested:
         """Request the missing parts of a later boundary if all of them are worth loading."""
         missing = sorted((place, key) for key, place in sought.needed(later).items() if not self._is_ready(key))
         if later <= ready or not missing:
             return Requested()
-        gained, limit = later - ready, query.limit
+        gained, limit = later - ready, terms.limit
         part_limit = limit and attrs.evolve(limit, chunk_seconds=limit.chunk_seconds * gained / len(missing))
         awaited = next(filter(None, (self._promotions.source(key) for _, key in missing)), "")
         keys = [key for _, key in missing if not self._arriving(key)]
@@ -165,21 +148,22 @@ class BoundarySearch(Search):
             keys = [key for key in keys if key not in here]
             choice = tier.choose(len(here), part_limit)
             if choice.chunks < len(here):
-                self._promotions.probe(tier, here, sought.parents(here), query.salt)
+                self._promotions.probe(tier, here, sought.parents(here), terms.salt)
                 return Requested(declined=choice.declined and attrs.evolve(choice.declined, chunks=gained))
-            self._promotions.bring(tier, here, sought.parents(here), limit, query.salt)
+            self._promotions.bring(tier, here, sought.parents(here), terms)
             awaited = awaited or (tier.name if here else "")
-        asked = [tier for tier in self._tiers if any(map(tier.is_asked, keys))]
-        if asked and not asked[0].worth_asking(gained, limit):
+        asked = [tier for tier in self._tiers if any(key in tier.remote for key in keys)]
+        if asked and not asked[0].chooser.worth_asking(gained, limit):
             return Requested()
         return Requested(gained, awaited or (asked[0].name if asked else self._arenas[0].name))
 
-    def _why_no_more(self, sought: _Path, chunks: int, below: Requested) -> str:
+    def _missing(self, sought: _Path, chunks: int) -> Missing | None:
+        """Why no request can continue after a later chunk than the last of these; None if there is no later one."""
         if chunks == len(sought.chunks):
-            return ""
-        if below.declined or not self._may_come(sought.chunks[chunks]):
-            return self._miss_reason(sought.chunks[chunks], below)
+            return None
+        if not self._may_come(sought.chunks[chunks]):
+            return Missing(self._miss_reason(sought.chunks[chunks]))
         if sought.restorable(sought.run(self._may_come), self._may_come) > chunks:
-            return f"no room in {self._arenas[0].name} to bring it up"
+            return Missing(self._no_room)
         others = [self._layout.groups[group].name for part in self._layout.parts[1:] for group in part.groups]
-        return f"what follows is stored without what a request needs of {', '.join(others)} to continue there"
+        return Missing(f"what follows is stored without what a request needs of {', '.join(others)} to continue there")

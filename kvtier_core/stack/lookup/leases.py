@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import attrs
@@ -12,7 +12,7 @@ from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey, Slot, StoredFrame
 
-#: Where a chunk is loaded from.
+#: The place that a chunk is loaded from.
 _Place = Slot | StoredFrame
 
 
@@ -21,16 +21,17 @@ class Lease:
     """The READY chunks of one path that are pinned for one holder, and the frames held for it in stores."""
 
     path: list[ChunkKey] = attrs.field(factory=list)  #: the leading chunks that are pinned
-    slots: list[_Place] = attrs.field(factory=list)  #: of each of them
+    slots: list[_Place] = attrs.field(factory=list)  #: the place of each of them
     sources: list[str] = attrs.field(factory=list)  #: for each of them, the tier that supplied it
     beyond: dict[ChunkKey, tuple[_Place, str]] = attrs.field(factory=dict)  #: other pinned chunks, with their sources
     awaited: dict[str, set[ChunkKey]] = attrs.field(factory=dict)  #: by tier: to be pinned when they arrive
+    promised: set[ChunkKey] = attrs.field(factory=set)  #: being stored, to be pinned when they are READY
     outdated: set[ChunkKey] = attrs.field(factory=set)  #: awaited before the lookup under way
     pending: bool = False  #: True until an awaited chunk arrives or is given up
     valid: bool = True  #: False after an invalidation: the slots stay pinned and are never found again
 
     def __bool__(self) -> bool:
-        return bool(self.slots or self.beyond or self.awaited)
+        return bool(self.slots or self.beyond or self.awaited or self.promised)
 
     def await_nothing(self) -> set[ChunkKey]:
         """Forget and return the awaited chunks."""
@@ -38,7 +39,7 @@ class Lease:
         return set().union(*awaited.values())
 
     def arrived(self, keys: Sequence[ChunkKey]) -> None:
-        """These have arrived. The holder looks again once all chunks of one tier have: it then waits for another."""
+        """These have arrived. Once all chunks of one tier have, the holder looks again: it then waits for another."""
         for tier, awaited in list(self.awaited.items()):
             awaited.difference_update(keys)
             if not awaited:
@@ -72,6 +73,7 @@ class Leases:
         self._tiers = tiers
         self._by_holder: dict[str, Lease] = {}
         self._waiting: dict[ChunkKey, dict[str, None]] = {}  # the holders that await each chunk, in order
+        self._promised: dict[ChunkKey, str] = {}  # the holder to which each chunk that is being stored is promised
         self.promoted_from: dict[ChunkKey, str] = {}  #: READY chunks that no request has used since their promotion
 
     def of(self, path: Sequence[ChunkKey], holder: str) -> Lease:
@@ -101,24 +103,35 @@ class Leases:
         if not lease:
             del self._by_holder[holder]
 
+    def __contains__(self, holder: str) -> bool:
+        return holder in self._by_holder
+
+    def frames(self, holder: str) -> dict[ChunkKey, StoredFrame]:
+        """The frames that are held for a holder in stores."""
+        places = self._by_holder[holder].places() if holder in self._by_holder else ()
+        return {place.key: place for place in places if isinstance(place, StoredFrame)}
+
     def still_pending(self, holder: str) -> bool:
         """Is everything that the holder awaited at its last lookup still on its way?"""
         lease = self._by_holder.get(holder)
         return lease is not None and lease.pending
 
     def all_wait(self) -> bool:
-        """Does everybody who has pinned a slot of the hottest arena await a chunk?"""
+        """Does every holder of a pin in the hottest arena await a chunk?"""
         return all((lease := self._by_holder.get(holder)) and lease.awaited for holder in self._arenas[0].holders)
 
     def release(self, holder: str) -> None:
         """Unpin the holder's slots and release its frames."""
         if lease := self._by_holder.pop(holder, None):
             self._await_no_more(lease.await_nothing(), holder)
+            for key in lease.promised:
+                if self._promised.get(key) == holder:
+                    del self._promised[key]
             slots = list(lease.pinned())
             for arena in self._arenas:
                 arena.unpin([slot for slot in slots if slot.arena == arena.number], holder)
             for tier in self._tiers:
-                tier.release(holder)
+                tier.direct_reads.release(holder)
 
     def release_frames(self, tier: str, holders: Collection[str] | None = None) -> None:
         """Release the holders, by default all, that hold frames of a tier."""
@@ -144,7 +157,7 @@ class Leases:
             _lead(lease, keys)
 
     def hold(self, tier: StoreTier, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool) -> int:
-        """Lease frames that workers can read, for as many leading keys as possible. Returns how many."""
+        """Lease frames that workers can read, for as many leading keys as possible. Returns their number."""
         fresh = [key for key in keys if key not in lease.beyond]
         frames = tier.lease(fresh, holder)
         lease.beyond.update((frame.key, (frame, tier.name)) for frame in frames)
@@ -152,6 +165,20 @@ class Leases:
         if leading:
             _lead(lease, held)
         return len(held)
+
+    def promise(self, keys: Iterable[ChunkKey], holder: str) -> None:
+        """These chunks have just been reserved: pin them for the holder as soon as they are READY."""
+        lease = self._by_holder.setdefault(holder, Lease())
+        lease.promised.update(keys)
+        self._promised.update(dict.fromkeys(lease.promised, holder))
+
+    def keep_promises(self, keys: Iterable[ChunkKey]) -> None:
+        """These chunks have been stored and are READY."""
+        for key in keys if self._promised else ():
+            if holder := self._promised.pop(key, None):
+                lease = self._by_holder[holder]
+                lease.promised.discard(key)
+                self.pin([key], lease, holder)
 
     def expect(self, keys: Iterable[ChunkKey], tier: str, lease: Lease, holder: str) -> None:
         """These chunks are on their way from a tier: pin them for the holder when they arrive."""
@@ -186,8 +213,10 @@ class Leases:
         """No pinned chunk may be found again."""
         for lease in self._by_holder.values():
             lease.await_nothing()
+            lease.promised.clear()
             lease.valid = False
         self._waiting.clear()
+        self._promised.clear()
         self.promoted_from.clear()
 
     def _await_no_more(self, keys: Iterable[ChunkKey], holder: str) -> None:
@@ -200,7 +229,7 @@ class Leases:
                 unawaited.append(key)
         self._unawaited(unawaited)
 
-    def _by_arena(self, keys: Sequence[ChunkKey]) -> dict[Arena, Sequence[ChunkKey]]:
+    def _by_arena(self, keys: Sequence[ChunkKey]) -> Mapping[Arena, Sequence[ChunkKey]]:
         """READY chunks, by the hottest arena that has each."""
         if self._arenas[0].ready_run(keys) == len(keys):
             return {self._arenas[0]: keys}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.lookup.leases import Leases
-from kvtier_core.stack.outcomes import LoadLimit, Lookup, Whereabouts
-from kvtier_core.stack.promotion import Promotions, Requested
+from kvtier_core.stack.outcomes import Arriving, Lookup, Terms, TooSmall, Whereabouts
+from kvtier_core.stack.promotion import Promotions
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
 
@@ -18,32 +18,29 @@ _PREFETCH_SHARE = 4
 _NOT_STORED = "not stored"
 
 
-class Query(NamedTuple):
-    """The arguments of `StorageManager.lookup` and `StorageManager.prefetch`, which has no holder."""
-
-    path: Sequence[ChunkKey]
-    limit: LoadLimit | None
-    salt: bytes
-    not_direct: Collection[str]
-    holder: str = ""
-    skipped: int = 0
-
-
 class Search(abc.ABC):
     """Finds the part of a path that a stack holds. Called on the owner's thread."""
 
-    def __init__(self, arenas: Sequence[Arena], tiers: Sequence[StoreTier], promotions: Promotions, leases: Leases):
+    def __init__(
+        self,
+        arenas: Sequence[Arena],
+        tiers: Sequence[StoreTier],
+        promotions: Promotions,
+        leases: Leases,
+        layout: ChunkLayout,
+    ):
         self._arenas = arenas
         self._tiers = tiers
         self._promotions = promotions
         self._leases = leases
+        self._layout = layout
 
     @abc.abstractmethod
-    def lookup(self, query: Query) -> Lookup:
+    def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> Lookup:
         """See `StorageManager.lookup`."""
 
     @abc.abstractmethod
-    def prefetch(self, query: Query) -> None:
+    def prefetch(self, path: Sequence[ChunkKey], terms: Terms) -> None:
         """See `StorageManager.prefetch`."""
 
     def whereabouts(self, key: ChunkKey) -> Whereabouts:
@@ -54,10 +51,10 @@ class Search(abc.ABC):
             return Whereabouts((*arenas, *stores))
         if arena := self._arriving(key):
             return Whereabouts((), f"on its way into {arena.name}")
-        reason = self._miss_reason(key, Requested())
+        reason = self._miss_reason(key)
         shared = [tier.name for tier in self._tiers if tier.backend.shared]
         if reason == _NOT_STORED and shared:
-            reason = f"not known here; {', '.join(shared)}: asked when a request names it"
+            reason = f"not known here; {', '.join(shared)}: queried when a request names it"
         return Whereabouts((), reason)
 
     @property
@@ -77,19 +74,23 @@ class Search(abc.ABC):
         """The arena in which this chunk is being filled."""
         return next((arena for arena in self._arenas if arena.arrives(key)), None)
 
-    def _silence(self, awaited: str) -> float:
-        """`StoreTier.silence` of the awaited tier."""
-        return next((tier.silence for tier in self._tiers if tier.name == awaited), 0.0)
+    def _arrivals(self, tier: str, chunks: int) -> Arriving | None:
+        """Chunks of a path that are on their way, the first of them from this tier."""
+        silence = next((each.chooser.silence for each in self._tiers if each.name == tier), 0.0)
+        return Arriving(chunks, tier, silence) if chunks else None
 
-    def _too_small(self, chunks: int) -> str:
-        """Why the last chunks of a path are not found: there are more of them than slots."""
-        return f"{self._arenas[0].name} is too small for {chunks} more of this prompt's chunks"
+    def _too_small(self, chunks: int) -> TooSmall | None:
+        """The last chunks of a path, which find no slots in the hottest arena."""
+        return TooSmall(self._arenas[0].name, chunks) if chunks else None
 
-    def _miss_reason(self, key: ChunkKey, below: Requested) -> str:
+    def _miss_reason(self, key: ChunkKey) -> str:
         """Why a chunk is not found."""
-        if below.declined:
-            return str(below.declined)
         if key in self._promotions.rejected:
-            return f"no room in {self._arenas[0].name} to bring it up"
+            return self._no_room
         reasons = (tier.miss_reason(key) for tier in self._tiers)
         return next(filter(None, reasons), _NOT_STORED)
+
+    @property
+    def _no_room(self) -> str:
+        """Why a chunk stays where it is."""
+        return f"no room in {self._arenas[0].name} to promote it"

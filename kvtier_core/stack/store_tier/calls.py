@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.store_tier.frame_table import FrameTable, Use
 from kvtier_core.stack.store_tier.health import Breaker, StoreHealth
-from kvtier_core.transfer.io_pool import Outcome, Pool, Work
 from kvtier_core.types import ChunkKey
+from kvtier_core.work.io_pool import Outcome, Pool, Work
 
 
 class Call(NamedTuple):
@@ -37,7 +37,6 @@ class Calls:
         self.pool = pool
         self.health = health
         self.clock = clock
-        self.afterwards: Callable[[], None] = lambda: None  #: called after the continuation of each call
 
     def run(
         self,
@@ -51,7 +50,7 @@ class Calls:
     ) -> None:
         """Run ``work`` on a thread, then ``then``. Its outcome counts for the breaker, if any.
 
-        A ``load`` goes before all other calls that have not begun.
+        A ``load`` precedes all other calls that have not begun.
         """
         self.begin(keys, use, breaker)
         self.submit(keys, breaker, work, then, load=load)
@@ -85,7 +84,6 @@ class Calls:
             if breaker:
                 self.health.record(breaker, keys, call.error)
             then(call)
-            self.afterwards()
 
         (self.pool.submit_load if load else self.pool.submit_store)(timed, returned)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -14,11 +14,9 @@ from kvtier_core.stack.load_choice import StoreSpeed
 from kvtier_core.stack.store_tier.calls import Calls
 from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_table import Use
-from kvtier_core.transfer.io_pool import run
+from kvtier_core.stack.store_tier.reads import Reads
 from kvtier_core.types import ChunkKey, EventKind, FrameRead, Location, ReadStatus
-
-#: Removes frames that were not served from the index, by reason.
-Drop = Callable[[Mapping[ReadStatus, Sequence[ChunkKey]]], None]
+from kvtier_core.work.io_pool import run
 
 
 @attrs.define
@@ -36,14 +34,13 @@ class DirectReads:
     The key of a leased frame is in use, like one that a call names: its tier neither deletes nor replaces the frame.
     """
 
-    def __init__(self, calls: Calls, *, deletes: Deletes, drop: Drop, speed: StoreSpeed):
-        """``drop`` removes frames that were not served from the index."""
+    def __init__(self, calls: Calls, *, deletes: Deletes, reads: Reads, speed: StoreSpeed):
         self.leased_nbytes = 0  #: of leased frames, counted once per holder
         self._calls = calls
         self._table = calls.table
         self._health = calls.health
         self._deletes = deletes
-        self._drop = drop
+        self._reads = reads
         self._speed = speed
         self._by_holder: dict[str, _Lease] = {}
         self._holders: Counter[ChunkKey] = Counter()  # of each leased key
@@ -73,13 +70,17 @@ class DirectReads:
         self.leased_nbytes += self._table.nbytes(leased)
         return locations
 
+    def reading(self, holder: str) -> Sequence[ChunkKey]:
+        """The frames of the holder that the workers are reading."""
+        lease = self._by_holder.get(holder)
+        return lease.loading if lease else ()
+
     def begin(self, keys: Sequence[ChunkKey], holder: str) -> None:
-        """The workers begin to read these frames, if they are leased to the holder. `end` follows."""
-        lease = self._by_holder.get(holder, _Lease())
-        leased = set(lease.keys)
-        lease.loading = [key for key in keys if key in leased]
-        if not lease.loading:
+        """The workers begin to read these frames, which are leased to the holder, and no others. `end` follows."""
+        if not keys:
             return
+        lease = self._by_holder[holder]
+        lease.loading = keys
         lease.begun = self._calls.clock()
         self._health.reads.begin(lease.begun)
         self._speed.begin(1, lease.begun)
@@ -87,7 +88,7 @@ class DirectReads:
     def end(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
         """All workers have finished the reads of the last `begin`, if any.
 
-        ``unread`` holds the frames that some worker could not use, and why. If not ``ok``, others may not have been
+        ``unread`` holds those of them that some worker could not use, and why. If not ``ok``, others may not have been
         read at all.
         """
         lease = self._by_holder.get(holder)
@@ -107,11 +108,13 @@ class DirectReads:
             if key in unread and unread[key].status is not ReadStatus.IO_ERROR and key not in self._unusable:
                 self._unusable[key] = unread[key].status
                 self._table.invalidated.add(key)  # no lookup finds it from now on
-                self._health.report(unread[key].status.event, [key], why=unread[key].why)
+                if (event := unread[key].status.event) is not None:
+                    self._health.report(event, [key], why=unread[key].why)
         lease.loading = ()
 
     def release(self, holder: str) -> None:
-        """End the holder's leases. Does nothing if it has none."""
+        """End the holder's leases. Does nothing if it has none. Reads that have not ended count as given up."""
+        self.end(holder, {}, ok=False)
         lease = self._by_holder.pop(holder, None)
         if lease is None:
             return
@@ -126,10 +129,10 @@ class DirectReads:
             if key in self._unusable:
                 unusable[self._unusable.pop(key)].append(key)
                 self._table.invalidated.discard(key)
-        self._drop(unusable)
+        self._reads.drop(unusable)
         self._deletes.delete_invalidated([key for key in free if key not in self._table.in_use])
 
     def _lost(self, key: ChunkKey) -> None:
         if key not in self._holders:
             self._health.report(EventKind.MISSING, [key], why="the store does not have it")
-            self._drop({**dict.fromkeys(ReadStatus, ()), ReadStatus.MISSING: [key]})
+            self._reads.drop({**dict.fromkeys(ReadStatus, ()), ReadStatus.MISSING: [key]})

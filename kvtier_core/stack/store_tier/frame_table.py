@@ -1,9 +1,9 @@
-"""The frames of a store tier: which exist, how many bytes they take, and which calls use them."""
+"""The frames of a store tier, their bytes, and the calls that use them."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtier_core.errors import ContractError
 from kvtier_core.stack.index.cache_index import CacheIndex
@@ -14,7 +14,7 @@ _RETRY_AFTER = 60.0
 
 
 class Use(enum.Enum):
-    """How a call uses a key."""
+    """The use that a call makes of a key."""
 
     WRITING = "is being written"
     READING = "is being read"
@@ -24,14 +24,17 @@ class Use(enum.Enum):
 
 
 class CapacityLimit:
-    """The bytes that a tier may keep: its capacity, or less while its store says that it is full.
+    """The bytes that a tier may keep: its capacity, or less while its store reports that it is full.
 
     `full` lowers the limit; after a minute it is the capacity again. ``now`` is in seconds of any clock.
     """
 
     def __init__(self, capacity: int):
         self._capacity = capacity
-        self._lowered = capacity
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lowered = self._capacity
         self._until: float | None = None  # when the full capacity is tried again
         self._closed = False
 
@@ -62,7 +65,7 @@ class CapacityLimit:
 
     def _restore(self, now: float) -> None:
         if self._until is not None and now >= self._until:
-            self.__init__(self._capacity)
+            self._reset()
 
 
 class FrameTable:
@@ -144,19 +147,16 @@ class FrameTable:
 
     def take_incompatible(self) -> list[ChunkKey]:
         """Make the incompatible frames resident that must be deleted for room, oldest first; returns their keys."""
-        taken = list(self._incompatible_beyond_room())
+        taken, missing = [], -self.room
+        for key, nbytes in self.incompatible.items():
+            if missing <= 0:
+                break
+            if key not in self.in_use:
+                missing -= nbytes
+                taken.append(key)
         for key in taken:
             self.index.admit([key], [None], self.replaced(key))
         return taken
-
-    def _incompatible_beyond_room(self) -> Iterator[ChunkKey]:
-        missing = -self.room
-        for key, nbytes in self.incompatible.items():
-            if missing <= 0:
-                return
-            if key not in self.in_use:
-                missing -= nbytes
-                yield key
 
     # -- bytes -------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtier_core.errors import StoreFull
-from kvtier_core.transfer.io_pool import Pool
 from kvtier_core.types import ChunkKey, Event, EventKind
+from kvtier_core.work.io_pool import Pool
 
 #: Consecutive failures that open a breaker.
 _FAILURES = 3
@@ -24,6 +24,9 @@ class Breaker:
     """
 
     def __init__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
         self.pause = _FIRST_PAUSE  #: seconds for which the breaker is open now, or will be next time
         self._failures = 0
         self._until: float | None = None
@@ -51,7 +54,7 @@ class Breaker:
     def succeed(self) -> bool:
         """A call succeeded. True if this closes the breaker."""
         was_open = self.open
-        self.__init__()
+        self._close()
         return was_open
 
     def fail(self, now: float) -> bool:
@@ -92,15 +95,9 @@ class StoreHealth:
         """May a write begin now?"""
         return not self._hangs and self.writes.allows(self._clock())
 
-    @property
-    def reads_blocked(self) -> bool:
-        """Does a breaker or a hanging call block reads other than probes?"""
-        return self._hangs or self.reads.open
-
-    @property
-    def writes_blocked(self) -> bool:
-        """Does a breaker or a hanging call block writes other than probes?"""
-        return self._hangs or self.writes.open
+    def blocks(self, breaker: Breaker) -> bool:
+        """Does this breaker or a hanging call block calls other than probes?"""
+        return self._hangs or breaker.open
 
     def record(self, breaker: Breaker, keys: Sequence[ChunkKey], error: BaseException | None) -> None:
         """A call returned. An error counts for its breaker, unless the store is only full."""
@@ -117,7 +114,7 @@ class StoreHealth:
         """Check for a hanging call; call this regularly. While one hangs, neither reads nor writes may begin."""
         hangs = self._pool.longest() > self._hangs_after
         if hangs and not self._hangs:
-            self.report(EventKind.BREAKER_OPEN, [], why=f"until a call returns that has taken {self._hangs_after:g}s")
+            self.report(EventKind.BREAKER_OPEN, [], why=f"until a call that has taken {self._hangs_after:g}s returns")
         elif self._hangs and not hangs:
             self.report(EventKind.BREAKER_CLOSED, [], why="the call has returned")
         self._hangs = hangs

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
-from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.frames.format import payload_of
 from kvtier_core.interfaces import Backend, EvictionPolicy
 from kvtier_core.layouts import frame_nbytes
 from kvtier_core.stack.batches import as_many
-from kvtier_core.transfer.io_pool import Outcome, Pool, Then, run
-from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace
+from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey
+from kvtier_core.work.io_pool import Outcome, Pool, Then, run
 
 #: A tier that is not this many times larger than the state does not store it.
 _FITS = 64
@@ -19,13 +19,8 @@ _FITS = 64
 _EVERY = 60.0
 
 
-def key_of(namespace: Namespace) -> ChunkKey:
-    """The key of a namespace's policy state. No chunk has this key: the digests of chunks cover tokens."""
-    return key_under(namespace.digest)
-
-
-def key_under(digest: bytes) -> ChunkKey:
-    """`key_of` the namespace with this digest."""
+def key_of(digest: bytes) -> ChunkKey:
+    """The key of the policy state of a namespace with this digest. No chunk has it: digests of chunks cover tokens."""
     return ChunkKey(hashlib.blake2b(b"what the policy learned" + digest, digest_size=KEY_NBYTES).digest())
 
 
@@ -36,7 +31,7 @@ class PolicyState:
     """
 
     def __init__(self, backend: Backend, policy: EvictionPolicy, codec: FrameCodec, capacity: int):
-        self.key = key_of(codec.namespace)
+        self.key = key_of(codec.namespace.digest)
         self._backend = backend
         self._policy = policy
         self._codec = codec
@@ -76,7 +71,7 @@ class PolicyState:
         return now >= self._next
 
     def keep_by(self, pool: Pool, now: float, then: Then) -> None:
-        """Store the state on a thread of the pool if it has changed; ``then`` gets the outcome."""
+        """Store the state on a thread of the pool if it has changed; ``then`` receives the outcome."""
         self._next = now + _EVERY
         saved = self._policy.save()
         if saved == self._kept:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
+from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.errors import BackendError
-from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many, in_groups
 from kvtier_core.stack.load_choice import StoreSpeed
@@ -50,8 +52,8 @@ class Reads:
                 [key for key, _ in group],
                 Use.READING,
                 self._health.reads,
-                lambda group=group: read_frames(self._backend, codec, group, salts),
-                lambda call, group=group: self._arrive(group, arrived, call),
+                functools.partial(read_frames, self._backend, codec, group, salts),
+                functools.partial(self._arrive, group, arrived),
                 load=True,
             )
 
@@ -77,11 +79,11 @@ class Reads:
         arrived(verified, [key for key in keys if key not in good])
 
     def drop(self, found: Mapping[ReadStatus, Sequence[ChunkKey]]) -> None:
-        """Remove frames that were not served from the index. Incompatible ones stay in the store."""
+        """Remove from the index frames that were not served. Incompatible ones stay in the store."""
         incompatible = found[ReadStatus.INCOMPATIBLE]
         if self._backend.shared:
-            self._remote.unusable([*found[ReadStatus.CORRUPT], *incompatible])
-            self._remote.not_there([*found[ReadStatus.MISSING], *found[ReadStatus.IO_ERROR]])
+            self._remote.unusable.add([*found[ReadStatus.CORRUPT], *incompatible])
+            self._remote.absent.add([*found[ReadStatus.MISSING], *found[ReadStatus.IO_ERROR]])
             self._table.index.remove([*found[ReadStatus.IO_ERROR], *incompatible])
         else:
             self._table.make_incompatible(incompatible)
@@ -95,7 +97,25 @@ def _nbytes(wanted: Sequence[_Read]) -> int:
 def read_frames(
     backend: Backend, codec: FrameCodec, wanted: Sequence[_Read], salts: Mapping[ChunkKey, bytes]
 ) -> list[FrameRead]:
-    """Read frames, verify them and decode them into slots, on a thread. Raises errors of the store as a whole."""
+    """Read frames, verify them and decode them into slots, on a thread. Raises errors of the store as a whole.
+
+    A damaged frame of a shared store is read once more: another peer may have it whole, or its writer has replaced it.
+    """
+    reads = _read(backend, codec, wanted, salts)
+    damaged = [number for number, read in enumerate(reads) if read.status is ReadStatus.CORRUPT]
+    if damaged and backend.shared:
+        with contextlib.suppress(BackendError):
+            backend.quarantine([wanted[number][0] for number in damaged])
+            again = _read(backend, codec, [wanted[number] for number in damaged], salts)
+            for number, read in zip(damaged, again, strict=True):
+                if read.status is ReadStatus.VERIFIED:
+                    reads[number] = read
+    return reads
+
+
+def _read(
+    backend: Backend, codec: FrameCodec, wanted: Sequence[_Read], salts: Mapping[ChunkKey, bytes]
+) -> list[FrameRead]:
     keys = [key for key, _ in wanted]
     buffers = [codec.read_buffer(slot) for _, slot in wanted]
     counts = as_many(backend.read(keys, buffers), keys)

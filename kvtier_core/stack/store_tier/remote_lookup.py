@@ -17,7 +17,7 @@ _ABSENCE_HOLDS = 1.0
 #: Seconds for which a frame that this tier cannot use is not asked for again.
 _UNUSABLE_HOLDS = 600.0
 
-#: Keys of one call, so that the first chunks of a long prompt are answered before the last ones.
+#: Number of keys of one call, so that the first chunks of a long prompt are answered before the last ones.
 _BATCH = 128
 
 
@@ -35,8 +35,10 @@ class RemoteLookup:
         self._speed = speed
         self._noted: dict[ChunkKey, None] = {}
         self._asked: set[ChunkKey] = set()  # in calls under way
-        self._absent = _Until(_ABSENCE_HOLDS, calls.clock)
-        self._unusable = _Until(_UNUSABLE_HOLDS, calls.clock)
+        #: Keys that the store lacked: they are not asked for again for a short time.
+        self.absent = _Until(_ABSENCE_HOLDS, calls.clock)
+        #: Keys whose frames this tier cannot use: the same for a long time. Others may replace them.
+        self.unusable = _Until(_UNUSABLE_HOLDS, calls.clock)
         self._ended: list[ChunkKey] = []
         self._found: list[ChunkKey] = []
 
@@ -44,8 +46,11 @@ class RemoteLookup:
         """Is the answer for this key outstanding?"""
         return key in self._asked or key in self._noted
 
-    def request(self, path: Sequence[ChunkKey], start: int) -> int:
-        """Length of the run of keys from ``start`` on that the store may have. The next `start` asks for new ones."""
+    def request(self, path: Sequence[ChunkKey], start: int = 0) -> int:
+        """Length of the run of keys from ``start`` on that a shared store may have and the index does not.
+
+        The next `start` asks for those that are not being asked for already.
+        """
         if not self._backend.shared or not self._health.can_read:
             return 0
         return len(leading_run(path[start:], lambda key: key not in self._table.index and self._note(key)))
@@ -54,7 +59,7 @@ class RemoteLookup:
         """Ask for this key at the next poll. False if the store recently lacked it, or had an unusable frame."""
         if key in self:
             return True
-        if key in self._absent or key in self._unusable:
+        if key in self.absent or key in self.unusable:
             return False
         self._noted[key] = None
         return True
@@ -64,18 +69,10 @@ class RemoteLookup:
         ended, found, self._ended, self._found = self._ended, self._found, [], []
         return ended, found
 
-    def not_there(self, keys: Iterable[ChunkKey]) -> None:
-        """The store lacks these keys: do not ask for them again for a short time."""
-        self._absent.add(keys)
-
     def ask_again(self, keys: Iterable[ChunkKey]) -> bool:
         """Forget that the store lacked these keys. False if it cannot be asked now."""
-        self._absent.forget(keys)
+        self.absent.forget(keys)
         return self._backend.shared and self._health.can_read
-
-    def unusable(self, keys: Iterable[ChunkKey]) -> None:
-        """This tier cannot use these frames: do not ask for them again for a long time. Others may replace them."""
-        self._unusable.add(keys)
 
     def start(self, then: Callable[[Sequence[ChunkKey]], None]) -> None:
         """Ask for the requested keys. ``then(found)`` is called with the keys of each call that the store has."""
@@ -105,7 +102,7 @@ class RemoteLookup:
                 self._health.report(EventKind.ASKED, keys, seconds=call.seconds)
             self._end(keys)
             there = {key for key, answer in zip(keys, call.value or (), strict=call.error is None) if answer}
-            self.not_there(set(keys) - there)
+            self.absent.add(set(keys) - there)
             found = self._table.index.resident.missing([key for key in keys if key in there])
             self._found += found
             then(found)

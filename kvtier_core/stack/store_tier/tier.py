@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.interfaces import Backend, SupportsDirectReads, SupportsListing
 from kvtier_core.stack.batches import leading
 from kvtier_core.stack.index.cache_index import CacheIndex
@@ -20,8 +20,11 @@ from kvtier_core.stack.store_tier.policy_state import PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
 from kvtier_core.stack.store_tier.remote_lookup import RemoteLookup
 from kvtier_core.stack.store_tier.writes import FrameWrite, Release, Writes
-from kvtier_core.transfer.io_pool import Outcome, Pool, run_within
-from kvtier_core.types import ChunkKey, Event, EventKind, FrameRead, Namespace, StoredFrame, Usage
+from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, StoredFrame, Usage
+from kvtier_core.work.io_pool import Outcome, Pool, run_within
+
+#: Number of frames that leave in one step when the capacity becomes smaller.
+_LEAVE_AT_ONCE = 64
 
 
 class StoreTier:
@@ -44,37 +47,59 @@ class StoreTier:
         threads: int = 4,
         not_direct: str = "it is not set up for that",
         takes_writes: bool = True,
+        of_all: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold at once.
+        """``capacity`` is bytes of frames; ``inflight`` is bytes of arena slots that calls may hold together.
 
         ``timeout`` is the seconds after which a call should have given up; ``threads`` is the size of ``pool``. If
         ``not_direct`` is empty, workers read its frames directly. Unless it ``takes_writes``, it admits nothing.
+        ``of_all`` is the capacity of a shared store for all its users, if it has one.
         """
         self.name = name
         self.backend = backend
         self.pool = pool
         self.index = index
-        self.capacity = capacity
-        self.lossless = codec.lossless
+        self.capacity = self._wanted = capacity
+        self._of_all = of_all
+        self.lossless = codec.identity.lossless
+        self.longest = codec.max_frame_nbytes  #: bytes of a frame at most
         self.not_direct = not_direct
         self._codec = codec
         self._takes_writes = takes_writes
         self._inflight_limit = inflight
         self._clock = clock
         self._health = StoreHealth(name, pool, timeout, clock)
+        self.events: list[Event] = self._health.events  #: since the caller last cleared this list
         self._policy_state = PolicyState(backend, index.policy, codec, capacity)
         self._table = FrameTable(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
+        #: The frames in the store that this tier's codec cannot read, with their sizes in bytes.
+        self.incompatible: Mapping[ChunkKey, int] = self._table.incompatible
         speed = StoreSpeed()
-        self._chooser = LoadChooser(name, speed, clock)
+        self.chooser = LoadChooser(name, speed, clock)
         calls = Calls(backend, self._table, pool, self._health, clock)
-        self._remote = RemoteLookup(calls, speed=speed)
+        self.remote = RemoteLookup(calls, speed=speed)  #: what a shared store is asked for
         self._deletes = Deletes(calls)
         self._writes = Writes(calls, deletes=self._deletes, concurrent=max(1, threads - 1))
-        self._reads = Reads(calls, deletes=self._deletes, remote=self._remote, speed=speed)
-        self._direct_reads = DirectReads(calls, deletes=self._deletes, drop=self._reads.drop, speed=speed)
-        calls.afterwards = self._writes.start
+        self._reads = Reads(calls, deletes=self._deletes, remote=self.remote, speed=speed)
+        self.direct_reads = DirectReads(calls, deletes=self._deletes, reads=self._reads, speed=speed)
         self._recover()
+
+    def adjust(self, capacity: int, inflight: int) -> None:
+        """Keep within other bounds from now on. Frames beyond the capacity leave in the next steps, some in each."""
+        self._wanted = capacity
+        self._inflight_limit = inflight
+        self._resize()
+
+    def _resize(self) -> None:
+        """Approach the wanted capacity: immediately, unless frames must leave; then by some frames in each step."""
+        if self.capacity != self._wanted:
+            least = min(self.capacity, self._table.stored_nbytes) - _LEAVE_AT_ONCE * self.longest
+            self.capacity = max(self._wanted, least)
+            self.backend.resize(self.capacity)
+            self._table.limit = CapacityLimit(self.capacity)
+            self._deletes.make_room()
+            self._deletes.evict_excess("beyond its capacity")
 
     @property
     def reader_handle(self) -> str:
@@ -86,30 +111,26 @@ class StoreTier:
         return not self.not_direct and self.name not in not_direct
 
     @property
-    def incompatible(self) -> Mapping[ChunkKey, int]:
-        """The frames in the store that this tier's codec cannot read, with their sizes in bytes."""
-        return self._table.incompatible
-
-    @property
     def namespace(self) -> Namespace:
         """The namespace of the frames that it writes and finds."""
         return self._codec.namespace
 
-    @property
-    def events(self) -> list[Event]:
-        """The events since the caller last cleared this list."""
-        return self._health.events
-
     def usage(self) -> Usage:
-        """The tier's current usage."""
+        """The tier's current usage; for a shared store with a capacity, that of all its users, as last reported."""
+        chunks, nbytes, capacity = len(self.index), self.index.resident.used, self.capacity
+        if self._of_all is not None:
+            capacity = self._of_all
+            frame_nbytes = nbytes // chunks if chunks else self._codec.max_frame_nbytes
+            nbytes = min(nbytes, capacity) if self.backend.used is None else self.backend.used
+            chunks = nbytes // frame_nbytes
         return Usage(
             self.name,
-            len(self.index),
-            self.index.resident.used,
-            self.capacity,
+            chunks,
+            nbytes,
+            capacity,
             inflight=self._inflight,
-            can_read=not self._health.reads_blocked,
-            can_write=not self._health.writes_blocked,
+            can_read=not self._health.blocks(self._health.reads),
+            can_write=not self._health.blocks(self._health.writes),
         )
 
     # -- what is here ------------------------------------------------------------------------------
@@ -134,9 +155,9 @@ class StoreTier:
     def miss_reason(self, key: ChunkKey) -> str:
         """Why a frame that is in the store cannot be read now; empty if the store is not known to have it."""
         if key in self.incompatible:
-            return f"{self.name} has it from another codec, seal key or number of ranks"
+            return f"{self.name} has it with another codec, seal key or number of ranks"
         if not self._health.can_read and (key in self.index or self.backend.shared):
-            return f"{self.name} cannot be asked now"
+            return f"{self.name} cannot be queried now"
         if key not in self.index:
             return ""
         if key in self._table.in_use:
@@ -145,48 +166,25 @@ class StoreTier:
 
     def choose(self, chunks: int, limit: LoadLimit | None) -> LoadChoice:
         """How many chunks of a readable run to load."""
-        return self._chooser.choose(chunks, self._codec.max_frame_nbytes, self._reading_nbytes, limit)
+        return self.chooser.choose(chunks, self._codec.max_frame_nbytes, self._reading_nbytes, limit)
 
     def probe(self, chunks: int) -> int:
         """How many chunks of a declined run to load anyway, with no request waiting."""
-        return self._chooser.probe(chunks, self._codec.max_frame_nbytes, self._reading_nbytes)
-
-    def request_lookup(self, path: Sequence[ChunkKey], start: int = 0) -> int:
-        """Length of the run of keys from ``start`` on that a shared store may have and the index does not.
-
-        The next `poll` asks for those that are not being asked for already.
-        """
-        return self._remote.request(path, start)
-
-    def ask_again(self, keys: Sequence[ChunkKey]) -> bool:
-        """Forget that a shared store recently lacked these keys. False if it cannot be asked now."""
-        return self._remote.ask_again(keys)
-
-    def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
-        """Should a request wait for the store to say whether it has these chunks?"""
-        return self._chooser.worth_asking(chunks, limit)
-
-    @property
-    def silence(self) -> float:
-        """Seconds for which the store has owed an answer, or delivered nothing of the reads under way."""
-        return self._chooser.silence
-
-    def is_asked(self, key: ChunkKey) -> bool:
-        """Is the answer for this key outstanding?"""
-        return key in self._remote
-
-    def take_answers(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
-        """The keys that were answered since the last call, and those among them that the store has."""
-        return self._remote.take_answers()
+        return self.chooser.probe(chunks, self._codec.max_frame_nbytes, self._reading_nbytes)
 
     def poll(self) -> None:
-        """Ask a shared store for the keys that `request_lookup` noted, retry deletes, and save the policy's state."""
+        """After calls have returned: begin writes that waited for them, retry deletes, and save the policy's state.
+
+        A shared store is asked for the keys that `RemoteLookup.request` noted.
+        """
         now = self._clock()
         self._health.watch_for_hangs()
+        self._resize()
         self._deletes.retry()
+        self._writes.start()
         if self._policy_state.due(now) and self._health.can_write:
             self._policy_state.keep_by(self.pool, now, self._policy_kept)
-        self._remote.start(self._index_found)
+        self.remote.start(self._index_found)
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -210,7 +208,7 @@ class StoreTier:
         return admitted
 
     def write(self, frames: Sequence[FrameWrite], release: Release) -> None:
-        """Store frames of one path, root first, that `would_admit` returned. Calls ``release(key)`` once for each.
+        """Store frames of one path, root first, that `would_admit` returned. Calls ``release`` once for each.
 
         Capacity, the limit in flight and the health of the store are checked again; frames that fail are rejected.
         Waiting writes make room for newer ones, the oldest first.
@@ -222,7 +220,7 @@ class StoreTier:
         parents = {frame.parent for frame in fitting}
         accepted, victims = self._make_room(fitting, parents)
         self._reject([frame for frame in frames if frame.key not in writable], self._not_writable_reason, release)
-        self._reject(fresh[len(fitting) :], lambda key: "too much is in flight", release)
+        self._reject(fresh[len(fitting) :], lambda key: "too many bytes are in flight", release)
         self._reject(fitting[len(accepted) :], lambda key: "no room, and nothing can be evicted", release)
         if accepted:
             self._writes.add(accepted, victims, self._codec, release)
@@ -256,7 +254,7 @@ class StoreTier:
         if use is not None or key in self.index:
             return ""
         if self._begun_nbytes >= self._inflight_limit:
-            return "too much is in flight"
+            return "too many bytes are in flight"
         return "the store is full" if self._health.can_write else "the store cannot be written now"
 
     def _reject(self, frames: Sequence[FrameWrite], reason: Callable[[ChunkKey], str], release: Release) -> None:
@@ -266,8 +264,8 @@ class StoreTier:
         for why, keys in by_reason.items():
             if why:
                 self._health.report(EventKind.REJECTED, keys, why=why)
-        for frame in frames:
-            release(frame.key)
+        if frames:
+            release([frame.key for frame in frames])
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -289,6 +287,7 @@ class StoreTier:
         room = self._inflight_limit - self._begun_nbytes
         begun = leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
         self._writes.shed(self._inflight + sum(len(view) for _, view in begun) - self._inflight_limit)
+        self.index.note(salts or {})
         self._reads.begin(begun, self._codec, arrived, salts or {})
         return [key for key, _ in begun]
 
@@ -299,28 +298,16 @@ class StoreTier:
 
         The tier is direct, the keys are leasable, and the holder has none of them yet.
         """
-        locations = self._direct_reads.lease(keys, holder)
+        locations = self.direct_reads.lease(keys, holder)
         namespace = self._codec.namespace.digest
         return [
             StoredFrame(self.name, location, key, namespace) for key, location in zip(keys, locations, strict=False)
         ]
 
-    def load_begins(self, keys: Sequence[ChunkKey], holder: str) -> None:
-        """The workers begin to read these frames of the holder. `load_ended` follows, then `release`."""
-        self._direct_reads.begin(keys, holder)
-
-    def load_ended(self, holder: str, unread: Mapping[ChunkKey, FrameRead], *, ok: bool) -> None:
-        """All workers have finished. ``unread`` are frames that one could not use; not ``ok``: some were not read."""
-        self._direct_reads.end(holder, unread, ok=ok)
-
-    def release(self, holder: str) -> None:
-        """End the leases of a holder."""
-        self._direct_reads.release(holder)
-
     @property
     def _reading_nbytes(self) -> int:
         """Bytes that are being read or leased."""
-        return self._reads.inflight_nbytes + self._direct_reads.leased_nbytes
+        return self._reads.inflight_nbytes + self.direct_reads.leased_nbytes
 
     @property
     def _inflight(self) -> int:
@@ -335,10 +322,15 @@ class StoreTier:
     # -- endings -----------------------------------------------------------------------------------
 
     def erase(self, keys: Sequence[ChunkKey]) -> int:
-        """Never find these frames again, and delete them unless the store is shared. Returns how many were here."""
-        held = [key for key in keys if key in self.index]
-        self._deletes.invalidate(held)
+        """Never find these frames again, and erase them. Returns the number that were here. The store is not shared."""
+        held = [key for key in dict.fromkeys([*keys, *self.index.other_parts(keys)]) if key in self.index]
+        self._deletes.erase(held)
         return len(held)
+
+    @property
+    def erasing(self) -> int:
+        """Number of frames that are still to be erased; all damaged ones count as one."""
+        return len(self._deletes.condemned) + self._deletes.keeps_damaged
 
     def invalidate_all(self, namespace: Namespace) -> None:
         """Never find any of these frames again; new ones are encoded under ``namespace``."""
@@ -379,6 +371,6 @@ class StoreTier:
         self._health.record(self._health.writes, [], outcome.error)
 
     def _index_found(self, keys: Sequence[ChunkKey]) -> None:
-        """Index the keys that the store turned out to have; forget others if there are too many."""
+        """Index the keys that the store has; forget others if there are too many."""
         self.index.admit(keys, [None] * len(keys), self._codec.max_frame_nbytes)
         self._deletes.evict_excess("beyond its capacity")

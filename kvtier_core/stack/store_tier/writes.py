@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.frames.codec import FrameCodec
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.batches import as_many, in_groups
 from kvtier_core.stack.store_tier.calls import Call, Calls
@@ -17,8 +17,8 @@ from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.frame_table import Use
 from kvtier_core.types import ChunkKey, EventKind
 
-#: Called once per frame, when its view is no longer used.
-Release = Callable[[ChunkKey], None]
+#: Called with frames whose views are no longer used, once for each frame.
+Release = Callable[[Sequence[ChunkKey]], None]
 
 
 @attrs.frozen
@@ -36,17 +36,10 @@ class _Group:
     """Frames that one call writes."""
 
     frames: Sequence[FrameWrite]
+    keys: Sequence[ChunkKey]  #: of these frames
+    view_nbytes: int  #: of the arena slots that they hold
     codec: FrameCodec  #: of the namespace to which their keys belong
     release: Release
-
-    @property
-    def keys(self) -> list[ChunkKey]:
-        return [frame.key for frame in self.frames]
-
-    @property
-    def view_nbytes(self) -> int:
-        """Bytes of the arena slots that it holds."""
-        return sum(len(frame.view) for frame in self.frames)
 
     @property
     def stored_nbytes(self) -> int:
@@ -83,8 +76,10 @@ class Writes:
         """
         keys = [frame.key for frame in frames]
         self._index.admit(keys, [frame.parent for frame in frames], codec.max_frame_nbytes)
+        self._index.salts.update({frame.key: frame.salt for frame in frames if frame.salt})
         for group in in_groups(frames, lambda frame: len(frame.view)):
-            waiting = _Group(group, codec, release)
+            views = sum(len(frame.view) for frame in group)
+            waiting = _Group(group, [frame.key for frame in group], views, codec, release)
             self._calls.begin(waiting.keys, Use.WRITING, self._health.writes)
             self._waiting.append(waiting)
             self.waiting_nbytes += waiting.view_nbytes
@@ -134,7 +129,7 @@ class Writes:
         )
 
     def _ended(self, group: _Group, call: Call) -> None:
-        """A call has returned the size of each frame in the store, or the error that kept it out."""
+        """A call has returned the size of each frame in the store, or the error that prevented storing it."""
         self._begun -= 1
         self.begun_nbytes -= group.view_nbytes
         for key, stored in zip(group.keys, call.value or [call.error] * len(group.frames), strict=True):
@@ -160,8 +155,7 @@ class Writes:
 
     def _release(self, group: _Group) -> None:
         self._deletes.delete_invalidated(group.keys)
-        for key in group.keys:
-            group.release(key)
+        group.release(group.keys)
 
     def _is_full(self, error: BaseException | None) -> None:
         """Write less for a while if the store is full although the tier is below its capacity."""
@@ -176,7 +170,7 @@ class Writes:
 
 
 def write_frames(backend: Backend, codec: FrameCodec, offers: Sequence[FrameWrite]) -> list[int | BackendError]:
-    """Encode and write frames, on a thread; returns for each its size in the store, or the error that kept it out.
+    """Encode and write frames, on a thread; returns for each its size in the store, or the error of its write.
 
     Leftovers of failed writes are deleted from a private store, if possible. Raises errors of the store as a whole.
     """

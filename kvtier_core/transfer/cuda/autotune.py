@@ -1,4 +1,4 @@
-"""Chooses how pages are copied: times each method on pages laid out as the engine's, in jobs of at least 64 MiB.
+"""Chooses how pages are copied: times each method on pages laid out like the engine's, in jobs of at least 64 MiB.
 
 Every copied byte is compared.
 """
@@ -20,11 +20,11 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.cuda.host_registration import PIECE_NBYTES
 from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart
-from kvtier_core.transfer.io_pool import run
 from kvtier_core.transfer.page_lists import Layer
+from kvtier_core.work.io_pool import run
 
-#: How much faster than the copy engines alone another method has to be. A staged copy occupies multiprocessors for a
-#: moment and memory twice; a kernel that reads the slots occupies multiprocessors as long as the job takes.
+#: The factor by which another method must be faster than the copy engines alone. A staged copy occupies multiprocessors
+#: for a moment and memory twice; a kernel that reads the slots occupies multiprocessors as long as the job takes.
 _WORTH_IT = {Method.DIRECT: 1.0, Method.STAGED: 1.1, Method.KERNEL: 1.2}
 #: The size of a measured job, or one chunk if that is longer: shorter jobs hide the cost of submitting many copies.
 JOB_NBYTES = 64 << 20
@@ -40,7 +40,7 @@ class Choice:
     """The chosen method for one direction, and the speed of each method."""
 
     method: Method
-    speeds: Mapping[Method, float] = attrs.field(factory=dict)  #: bytes a second
+    speeds: Mapping[Method, float] = attrs.field(factory=dict)  #: bytes per second
     wrong: Sequence[Method] = ()  #: methods that copied wrong bytes
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ Autotune = Callable[[Sequence[Layer], Sequence[Method], bool], Choice]
 
 
 def choose(speeds: Mapping[Method, float], wrong: Sequence[Method] = ()) -> Choice:
-    """The best method by bytes a second and `_WORTH_IT`. Raises BackendError if there is none."""
+    """The best method by bytes per second and `_WORTH_IT`. Raises BackendError if there is none."""
     if not speeds:
         raise BackendError("no copy method works for these pages on this device")
     return Choice(max(speeds, key=lambda method: speeds[method] / _WORTH_IT[method]), speeds, wrong)

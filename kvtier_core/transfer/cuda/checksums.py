@@ -1,4 +1,4 @@
-"""Checksums of stores and flags of packed shards, computed on the device: where they go, and what is believed."""
+"""Checksums of stores and flags of packed shards, computed on the device: their places, and their verification."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.checksum import crc32
 from kvtier_core.transfer.cuda.library import Device, Sums
-from kvtier_core.transfer.io_pool import run
+from kvtier_core.work.io_pool import run
 
-#: Jobs that have checksums at a time, and chunks of such a job: 256 KiB, on the device and page-locked.
+#: Maximum of jobs with checksums at a time, and of chunks of one of them: 256 KiB, on the device and page-locked.
 _ROWS, ROW = 64, 1024
-#: Chunks of a store of packed shards, of which each has a checksum and a flag.
+#: Maximum of chunks of a store of packed shards, each of which has a checksum and a flag.
 MOST_PACKED = ROW // 2
 _WORD = 4
 
@@ -61,7 +61,7 @@ class Told(NamedTuple):
     """The device's report of a job."""
 
     checksums: Sequence[int] = ()  #: of this rank's shards; empty if they are not trusted
-    #: Packed shards only: the chunks of a store that did not fit; of a load, not empty if a shard was not packed.
+    #: Packed shards only: the chunks of a store that did not fit; for a load, not empty if a shard was not packed.
     flagged: Sequence[int] = ()
 
 
@@ -70,7 +70,7 @@ class StoreChecksums:
 
     ``shard`` is the address of the shard in slot 0. The checksums of the first store, that of the self-test, are
     compared with the bytes that arrived. If they differ, stores report none, and sealing reads the frame. ``why_not``
-    says why there are none from the start. ``packed`` shards are not copied without memory for flags.
+    states why there are none from the start. ``packed`` shards are not copied without memory for flags.
     """
 
     def __init__(
@@ -96,19 +96,16 @@ class StoreChecksums:
         if not (self._memory and slots) or (self._why_not and not self.packed):
             return None
         sums = self._memory.take(2 * len(slots) if self.packed else len(slots))
-        return sums and PendingChecksums(self, sums, slots)
+        return PendingChecksums(self, self._memory, sums, slots) if sums else None
 
     def begin_load(self) -> PendingChecksums | None:
         """For a load of packed shards; None if there is no memory for its flag."""
-        sums = self._memory.take(1)
-        return sums and PendingChecksums(self, sums, ())
+        if not self._memory or not (sums := self._memory.take(1)):
+            return None
+        return PendingChecksums(self, self._memory, sums, ())
 
-    def end(self, sums: Sums, slots: Sequence[int], *, ok: bool) -> Told:
-        """The report of a job that the device has finished; empty if it failed."""
-        words = sums.read()
-        self._memory.give_back(sums)
-        if not ok:
-            return Told()
+    def told(self, words: Sequence[int], slots: Sequence[int]) -> Told:
+        """The report of a job, from what the device wrote."""
         flags = words[len(slots) :]
         flagged = [number for number, flag in enumerate(flags) if flag]
         return Told(self._believed(words[: len(slots)], slots), flagged)
@@ -126,7 +123,7 @@ class StoreChecksums:
 
     @property
     def fact(self) -> str:
-        """Where checksums are computed, in plain words."""
+        """The place where checksums are computed, in plain words."""
         return f"on the host ({self._why_not})" if self._why_not else "on the device"
 
     def _in_slot(self, slot: int) -> int:
@@ -139,9 +136,12 @@ class PendingChecksums:
     """The checksums and flags of a job under way."""
 
     _of: StoreChecksums
-    sums: Sums  #: where the device writes them
+    _memory: SumsMemory
+    sums: Sums  #: the places that the device writes to
     _slots: Sequence[int]  #: whose checksums are reported
 
     def end(self, *, ok: bool) -> Told:
-        """See `StoreChecksums.end`."""
-        return self._of.end(self.sums, self._slots, ok=ok)
+        """The report of a job that the device has finished; empty if it failed."""
+        words = self.sums.read()
+        self._memory.give_back(self.sums)
+        return self._of.told(words, self._slots) if ok else Told()

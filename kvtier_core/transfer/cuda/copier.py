@@ -13,9 +13,9 @@ from kvtier_core.transfer.cuda.library import Direction, NativePart, Sums
 class Copier:
     """Copies the part ``name`` of chunks with the method chosen for each direction.
 
-    Both methods enqueue and return at once, on the thread that enqueues the engine's work. ``blocks`` holds the block
-    ids of all chunks of a job, see `page_lists.CheckedJob`, and ``slots`` a slot for each; the caller has checked that
-    all of them exist. Both raise BackendError, possibly after a part of the job.
+    Both methods enqueue and return immediately, on the thread that enqueues the engine's work. ``blocks`` holds the
+    block ids of all chunks of a job, see `page_lists.CheckedJob`, and ``slots`` a slot for each; the caller has checked
+    that all of them exist. Both raise BackendError, possibly after a part of the job.
     """
 
     def __init__(self, name: str, part: NativePart, store: Choice, load: Choice, checksums: StoreChecksums):
@@ -32,7 +32,7 @@ class Copier:
         self._part.copy(self._store.method, True, blocks, slots, through, sums)
 
     def scatter(self, blocks: array[int], slots: array[int], through: Direction, sums: Sums | None = None) -> None:
-        """Copy slots to pages, on ``kernels`` in the end. ``sums``: see `NativePart.copy`."""
+        """Copy slots to pages, finally on ``kernels``. ``sums``: see `NativePart.copy`."""
         self._part.copy(self._load.method, False, blocks, slots, through, sums)
 
     def facts(self) -> Mapping[str, str]:
@@ -42,7 +42,3 @@ class Copier:
             f"checksums of {self._name}": self.checksums.fact,
             f"loads of {self._name}": str(self._load),
         }
-
-    def close(self) -> None:
-        """Free its resources. Called after all copies have ended."""
-        self._part.close()

@@ -1,9 +1,10 @@
-"""Slots in a device's memory, for frames that are read, summed and copied to the pages there."""
+"""Slots in a device's memory: frames are read into them, and checksums and copies to the pages are made there."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -13,7 +14,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import Part
 from kvtier_core.transfer.cuda.autotune import Choice
-from kvtier_core.transfer.cuda.checksums import StoreChecksums, SumsMemory
+from kvtier_core.transfer.cuda.checksums import ROW, StoreChecksums, SumsMemory
 from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.library import Device, Direction, Method, load, new_stream
 from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
@@ -41,7 +42,7 @@ class DeviceSlots:
 
     def __init__(self, cache: PagedKVCache, count: int, *, device: Device | None = None, engine: Any = torch.cuda):
         if cache.layout.packed:
-            raise BackendError("nothing unpacks frames in the GPU's memory yet")
+            raise BackendError("frames cannot be unpacked in the GPU's memory yet")
         nbytes = cache.layout.frame_nbytes
         check_cache(cache, nbytes)
         on = torch.device(cache.device)
@@ -60,17 +61,22 @@ class DeviceSlots:
             self._idle: list[Any] = []  # streams for checksums, one for each thread that computes them
             slots = ArenaSlots(address, count, nbytes, _OnDevice(address, address + count * nbytes))
             copiers = [self._copier(cache, part, slots, undo) for part in cache.layout.parts]
-            streams = [Direction(self._new_stream(), self._new_stream()) for _ in range(2)]
-            self.mover = DeviceMover(cache, slots, copiers, engine, *streams, undo.pop_all().close)
+            stores, loads = (Direction(self._new_stream(), self._new_stream()) for _ in range(2))
+            self.mover = DeviceMover(cache, slots, copiers, engine, stores, loads, undo.pop_all().close)
 
     def checksums(self, first: int, count: int, offset: int, nbytes: int) -> tuple[int, ...]:
         """The CRC-32 of ``nbytes`` from ``offset`` on in each of ``count`` slots from ``first`` on.
 
         Waits for the device. Any thread may call. Raises BackendError.
         """
+        rows = (range(first, first + count)[at : at + ROW] for at in range(0, count, ROW))
+        return tuple(chain.from_iterable(self._row(row.start, len(row), offset, nbytes) for row in rows))
+
+    def _row(self, first: int, count: int, offset: int, nbytes: int) -> tuple[int, ...]:
+        """As `checksums`, of at most `ROW` slots."""
         sums = self._sums.take(count)
         if sums is None:
-            raise BackendError("no memory is left for checksums")
+            raise BackendError("no memory left for checksums")
         try:
             stream = self._idle.pop()
         except IndexError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
+import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -11,18 +13,16 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.forks import ProcessBound
-from kvtier_core.transfer.io_pool import IOPool, run
 from kvtier_core.types import Nbytes
+from kvtier_core.work.io_pool import run, run_aside
 
 #: Bytes that are page-locked at a time. Meanwhile the driver holds a lock that launches need: 2 ms for 32 MiB on an
 #: H100. A multiple of every page size of the kernel.
 PIECE_NBYTES = 32 << 20
-#: After each piece the thread pauses for this many times as long as the piece took, for the engine to use the driver.
+#: After each piece a thread pauses for this many times as long as the piece took, for the engine to use the driver.
 _PAUSE = 1.0
 #: Seconds until a piece that could not be locked is tried again, the first time and at most.
 _FIRST_RETRY, _LAST_RETRY = 0.1, 10.0
-_RETRY_STEP = 0.1  #: seconds between checks for closing meanwhile
-_FOREVER = 1e6  # seconds
 
 logger = logging.getLogger("kvtier")
 
@@ -42,13 +42,18 @@ class Pieces:
         return Nbytes(before * self.piece_nbytes + min(rest, self.piece_nbytes))
 
 
+def page_tables(nbytes: int) -> Nbytes:
+    """GPU memory for the page tables of page-locked memory: 8 bytes for 4 KiB, as measured with 8 GiB on an H100."""
+    return Nbytes(nbytes // 512)
+
+
 class HostRegistration(ProcessBound):
     """Page-locks pieces of memory, one after the other.
 
     The constructor locks the pieces that begin in the first ``at_once`` bytes, and raises BackendError if that fails; a
     thread locks the others, and retries after failures. ``lock`` takes an address and a length, ``unlock`` an address;
-    both raise BackendError. No page of the system is in two pieces. Methods are called on the thread that enqueues the
-    engine's work.
+    both raise BackendError. ``keep`` is referenced until all is unlocked: the memory must stay mapped. No page of the
+    system is in two pieces. Methods are called on the thread that enqueues the engine's work.
     """
 
     def __init__(
@@ -57,16 +62,18 @@ class HostRegistration(ProcessBound):
         lock: Callable[[int, int], object],
         unlock: Callable[[int], object],
         at_once: int = 1,
-        pause: Callable[[float], object] = time.sleep,
+        keep: object = None,
+        pause: Callable[[float], object] | None = None,
     ):
         self.movers = 0  #: number that use it, see `share`
-        self.base = pieces.address // mmap.PAGESIZE * mmap.PAGESIZE  #: where the first piece begins
+        self.base = pieces.address // mmap.PAGESIZE * mmap.PAGESIZE  #: address of the first piece
         self.stride = pieces.stride
-        self._pieces = pieces
+        self.pieces = pieces
         self._whole = -(-(pieces.address + pieces.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._lock, self._unlock, self._pause = lock, unlock, pause
-        self.end = self.base  #: where the next piece begins; after the first one only the thread changes it
-        self._closing = False
+        self._lock, self._unlock, self._keep = lock, unlock, keep
+        self.end = self.base  #: address of the next piece; after the first one only the thread changes it
+        self._closing = threading.Event()
+        self._pause = pause or self._closing.wait
         self._problem = ""
         try:
             while self.end < min(self._whole, pieces.address + at_once):
@@ -74,25 +81,26 @@ class HostRegistration(ProcessBound):
         except BackendError:
             self._unlock_all()
             raise
-        self._pool = IOPool("page-lock")
-        self._pool.submit_store(self._lock_rest, lambda outcome: None)
+        self._locking = run_aside(self._lock_rest, "page-lock")
 
     def facts(self) -> Mapping[str, str]:
         """How much is page-locked, in plain words."""
-        whole, done = (self._pieces.nbytes_in(nbytes) for nbytes in (self._pieces.nbytes, self.end - self.base))
-        return {"page-locked": f"{whole} -> {done}" + (f" ({self._problem})" if self._problem else "")}
+        whole, done = (self.pieces.nbytes_in(nbytes) for nbytes in (self.pieces.nbytes, self.end - self.base))
+        locked = f"{whole} -> {done}" + (f" ({self._problem})" if self._problem else "")
+        return {"page-locked": locked, "GPU memory for page-locking": f"about {page_tables(whole)}"}
 
-    def close(self) -> None:
-        """Unlock everything. Called when no copy is under way; may be called twice."""
-        self._closing = True
-        self._pool.close(_FOREVER)
-        self._pool.step()
-        self._unlock_all()
+    def close(self) -> threading.Thread:
+        """Unlock everything, on a thread of its own. Called once, when no copy is under way.
+
+        The engine goes on meanwhile, and the process does not end before: 512 GiB are 16 000 calls of the driver.
+        """
+        self._closing.set()
+        return run_aside(self._end_locking, "unlock", daemon=False)
 
     def _lock_rest(self) -> None:
         """Lock the remaining pieces, on the thread."""
         retry = _FIRST_RETRY
-        while self.end < self._whole and not self._closing:
+        while self.end < self._whole and not self._closing.is_set():
             begun = time.monotonic()
             error = run(self._lock_next).error
             if error is None:
@@ -100,38 +108,45 @@ class HostRegistration(ProcessBound):
                 self._pause(_PAUSE * (time.monotonic() - begun))
                 continue
             if not self._problem:
-                said = f"{self.facts()['page-locked']}: what is not locked is not used; it is tried again: {error}"
-                logger.warning("kvtier: memory cannot be page-locked: %s", said)
+                said = f"{self.facts()['page-locked']}: unlocked memory is not used; retrying: {error}"
+                logger.warning("kvtier: cannot page-lock memory: %s", said)
             self._problem = str(error)
-            for _ in range(round(retry / _RETRY_STEP)):
-                if not self._closing:
-                    self._pause(_RETRY_STEP)
+            self._pause(retry)
             retry = min(_LAST_RETRY, 2 * retry)
-        if not self._closing:
-            logger.info("kvtier: page-locking has ended: %s", self.facts()["page-locked"])
+        if not self._closing.is_set():
+            logger.info("kvtier: page-locking has finished: %s", self.facts()["page-locked"])
+
+    def _end_locking(self) -> None:
+        self._locking.join()
+        self._unlock_all()
 
     def _lock_next(self) -> None:
-        self._lock(self.end, min(self._whole - self.end, self._pieces.piece_nbytes))
+        self._lock(self.end, min(self._whole - self.end, self.pieces.piece_nbytes))
         self.end = min(self._whole, self.end + self.stride)
 
     def _unlock_all(self) -> None:
         for begin in range(self.base, self.end, self.stride):
-            run(lambda begin=begin: self._unlock(begin))
-        self.end = self.base
+            begun = time.monotonic()
+            run(functools.partial(self._unlock, begin))
+            time.sleep(_PAUSE * (time.monotonic() - begun))
+        self.end, self._keep = self.base, None
 
 
 #: A process cannot register the same memory twice.
 _shared: dict[Pieces, HostRegistration] = {}
+_unlocking: dict[Pieces, threading.Thread] = {}
 
 
 def share(
-    pieces: Pieces, at_once: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]
+    pieces: Pieces, at_once: int, lock: Callable[[int, int], object], unlock: Callable[[int], object], keep: object
 ) -> HostRegistration:
     """The registration of these pieces, for one more mover of this process. `release` follows.
 
     Raises BackendError if the pieces in the first ``at_once`` bytes cannot be page-locked.
     """
-    registration = _shared.get(pieces) or HostRegistration(pieces, lock, unlock, at_once)
+    if pieces in _unlocking:
+        _unlocking.pop(pieces).join()
+    registration = _shared.get(pieces) or HostRegistration(pieces, lock, unlock, at_once, keep)
     _shared[pieces] = registration
     registration.movers += 1
     return registration
@@ -140,8 +155,6 @@ def share(
 def release(registration: HostRegistration) -> None:
     """A mover's copies have ended and it no longer needs the memory. Unlock it if no mover does."""
     registration.movers -= 1
-    if registration.movers:
-        return
-    for key in [key for key, each in _shared.items() if each is registration]:
-        del _shared[key]
-    registration.close()
+    if not registration.movers:
+        del _shared[registration.pieces]
+        _unlocking[registration.pieces] = registration.close()

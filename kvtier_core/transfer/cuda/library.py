@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
+import logging
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from kvtier_core.transfer.page_lists import Layer
 FILE = "libkvtier_cuda.so"
 #: The driver, found as the engine's CUDA runtime finds it.
 DRIVER = "libcuda.so.1"
+
+logger = logging.getLogger("kvtier")
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
@@ -51,7 +54,7 @@ _ARGUMENTS = {
 
 
 class Method(enum.IntEnum):
-    """How the copies of a job are made. The numbers are those of csrc/cuda/kvtier_cuda.h."""
+    """The ways to make the copies of a job. The numbers are those of csrc/cuda/kvtier_cuda.h."""
 
     DIRECT = 0  #: copy engines, page by page
     STAGED = 1  #: a kernel between pages and a buffer on the device, copy engines between the buffer and the slots
@@ -64,7 +67,7 @@ class Method(enum.IntEnum):
 class Abilities(NamedTuple):
     """The abilities of a device, its driver and the build of the library."""
 
-    kernels: bool  #: does the library have code for this device? If not, `Device.no_kernels` says why
+    kernels: bool  #: does the library have code for this device? If not, see `Device.no_kernels`
     reaches_host: bool  #: can a kernel use the addresses of page-locked memory?
     batches: bool  #: can one call enqueue many copies?
 
@@ -92,20 +95,15 @@ class Library:
                 function = getattr(self.c, name)
                 function.argtypes, function.restype = arguments, _INT
         except (OSError, AttributeError) as error:
-            raise BackendError(f"{path.name} cannot be used: {error}; install kvtier again") from error
+            raise BackendError(f"cannot load {path.name}: {error}; reinstall kvtier") from error
         self._devices: dict[tuple[int, str], Device] = {}
         for name in _TEXTS:
             getattr(self.c, f"kvtier_cuda_{name}").restype = ctypes.c_char_p
         # Functions of other sources may take other arguments.
         if self.c.kvtier_cuda_stamp().decode() != expected_stamp("libkvtier_cuda", "cuda"):
-            raise BackendError(f"{path.name} was built from other sources; install kvtier again")
+            raise BackendError(f"{path.name} was built from different sources; reinstall kvtier")
         for name in ("abilities", "unstage", "close_part"):
             getattr(self.c, f"kvtier_cuda_{name}").restype = None
-
-    @property
-    def architectures(self) -> str:
-        """The targets of its kernels, as nvcc names them; empty if it has none."""
-        return self.c.kvtier_cuda_architectures().decode()
 
     def device(self, number: int, driver: str = DRIVER) -> Device:
         """The device with this number, through the driver library with this name or path.
@@ -132,18 +130,27 @@ class Device:
         self._library, self._c = library, library.c
         self.handle = _POINTER()
         library.must(self._c.kvtier_cuda_open(driver.encode(), number, ctypes.byref(self.handle)))
+        self._batches = self.abilities.batches
 
     @property
     def abilities(self) -> Abilities:
-        """The current abilities: a driver that rejects a batch of copies gets no more of them."""
+        """The current abilities: a driver that rejects a batch of copies receives no more of them."""
         flags = [_INT() for _ in Abilities._fields]
         self._c.kvtier_cuda_abilities(self.handle, *map(ctypes.byref, flags))
         return Abilities(*(bool(flag.value) for flag in flags))
 
+    def watch_batches(self) -> None:
+        """Log once that the driver has rejected a batch of copies."""
+        if self._batches and not self.abilities.batches:
+            self._batches = False
+            logger.warning(
+                "kvtier: the CUDA driver rejected a call with many copies; from now on each has its own call"
+            )
+
     @property
     def no_kernels(self) -> str:
         """Why kernels cannot be used; empty if they can."""
-        return self._c.kvtier_cuda_no_kernels(self.handle).decode()
+        return bytes.decode(self._c.kvtier_cuda_no_kernels(self.handle))
 
     def lock(self, address: int, nbytes: int) -> None:
         """Page-lock memory. Any thread may call."""
@@ -206,12 +213,12 @@ class Direction:
     """The resources for copies in one direction: two streams, and optionally memory on the device."""
 
     kernels: Any  #: a torch stream for all access to pages
-    bus: Any  #: another one for all access to slots
+    bus: Any  #: another stream for all access to slots
     staging: Staging | None = None
 
 
 def new_stream(engine: Any, device: Any) -> Any:
-    """A new stream of torch's module ``engine``. Its kernels go before those that the engine has enqueued already.
+    """A new stream of torch's module ``engine``. Its kernels precede those that the engine has enqueued already.
 
     At the same priority they may have to wait until a whole CUDA graph has ended: 67 ms were seen on an H100.
     """
@@ -251,7 +258,7 @@ class NativePart:
         every job has ``sums``: a store adds a word for each chunk, 1 if the chunk did not fit its shard, whose content
         is then undefined; a load writes one word, 1 if a shard was not packed, on ``kernels``.
 
-        When this returns, or raises BackendError, ``kernels`` is behind all access to pages, and ``bus`` behind all
+        When this returns, or raises BackendError, ``kernels`` comes after all access to pages, and ``bus`` after all
         writes to slots.
         """
         width = len(rows) // len(slots) if slots else 0
@@ -263,6 +270,7 @@ class NativePart:
                 *((sums.on_device, sums.told) if sums else (0, 0)),
             )
         )
+        self._device.watch_batches()
 
     def close(self) -> None:
         """Free the library's resources for these pages. May be called twice."""
@@ -280,5 +288,7 @@ def load() -> Library:
     """The library that was installed with this package. Raises BackendError."""
     path = next((each for folder in kvtier_core.__path__ if (each := Path(folder) / FILE).exists()), None)
     if path is None:
-        raise BackendError(f"{FILE} was not built: install a C++ compiler, and nvcc for its kernels, and kvtier again")
+        raise BackendError(
+            f"{FILE} was not built: install a C++ compiler, and nvcc for its kernels, then reinstall kvtier"
+        )
     return Library(path)

@@ -2,9 +2,9 @@
 
     engine's stream   … forward ──● store() ……… forward ………………… fence() ○ forward (overwrites the pages)
     stores, kernels               └─○ gather ──●─────────────────────────┘
-    stores, bus                                └─○ to the slots ──● finished() says so
+    stores, bus                                └─○ to the slots ──● finished() reports it
     loads, bus                      from the slots ──●
-    loads, kernels                                   └─○ scatter ──● finished() says so, then the engine computes on it
+    loads, kernels                                   └─○ scatter ──● finished() reports it; the engine computes on it
 
 ● an event is recorded, ○ a stream waits for it. The host only queries events, in `finished`. If copy engines copy the
 pages, the kernels' stream waits for the bus.
@@ -28,8 +28,8 @@ from kvtier_core.interfaces import NO_BLOCK, JobResult, Mover, PagedKVCache, Pag
 from kvtier_core.transfer.cuda.checksums import MOST_PACKED, PendingChecksums, Told
 from kvtier_core.transfer.cuda.copier import Copier
 from kvtier_core.transfer.cuda.library import Direction
-from kvtier_core.transfer.io_pool import run
 from kvtier_core.transfer.page_lists import CheckedJob, check_job
+from kvtier_core.work.io_pool import run
 
 _POLL = 5e-5  # seconds
 
@@ -39,9 +39,17 @@ logger = logging.getLogger("kvtier")
 class Locked(Protocol):
     """The page-locked memory: this rank's shards of an arena's slots, or all slots, from the first one on."""
 
-    base: int  #: address of the first piece
-    stride: int  #: bytes from one piece to the next; 0: nothing need be locked
-    end: int  #: address up to which every piece is locked
+    @property
+    def base(self) -> int:
+        """Address of the first piece."""
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one piece to the next; 0: nothing need be locked."""
+
+    @property
+    def end(self) -> int:
+        """Address up to which every piece is locked."""
 
     def facts(self) -> Mapping[str, str]:
         """How much is page-locked, in plain words."""
@@ -67,9 +75,9 @@ class _Job:
     pages: Any  #: an event after all access to pages
     done: Any  #: an event after all copies
     number: int
-    enqueued: bool  #: were all copies enqueued?
+    enqueued: bool = True  #: were all copies enqueued?
     whole: bool = True  #: do they cover the whole job?
-    places: Sequence[int] = ()  #: of a store: the indices in the job of the slots that it fills
+    places: Sequence[int] = ()  #: for a store: the indices in the job of the slots that it fills
     #: The blocks that a store reads, of all groups together, and NO_BLOCK. A load may wait for another group's store
     #: because of it, which only costs time.
     read: frozenset[int] = frozenset()
@@ -133,31 +141,32 @@ class DeviceMover(Mover):
         if not whole:
             checked = checked.only(places)
         read = frozenset(checked.blocks)
+        self._stores.kernels.wait_event(self.mark())
+        gathered, stored = self._engine.Event(), self._engine.Event()
         # The device does not know the bytes of a slot where no page is wanted. In packed shards they are zeros.
         checksums = copier.checksums.begin(checked.slots) if packed or (whole and NO_BLOCK not in read) else None
         if slots and not (checksums if packed else places):
             self._results.append(JobResult(job, ok=False))
             return
-        gather = functools.partial(copier.gather, sums=checksums and checksums.sums)
-        enqueued = self._enqueue(gather, checked, self._stores, self.mark())
-        gathered, stored = self._now(self._stores.kernels), self._now(self._stores.bus)
-        self._jobs[job] = _Job(gathered, stored, job, enqueued, whole, places, read, checksums)
+        gather = functools.partial(copier.gather, sums=checksums.sums if checksums else None)
+        begun = _Job(gathered, stored, job, True, whole, places, read, checksums)
+        self._enqueue(begun, gather, checked, self._stores, self._stores.bus)
 
     def load(self, job: int, slots: Sequence[int], pages: PageList, after: Any = None) -> None:
         checked = self._checked(job, pages, slots)
         copier = self._copiers[checked.part.number]
         usable, packed = max(checked.slots, default=-1) < self._slots.usable, copier.checksums.packed
+        self._loads.kernels.wait_event(after or self.mark())
+        for other in self._jobs.values():
+            if not other.read.isdisjoint(checked.blocks):
+                self._loads.kernels.wait_event(other.pages)
+        done = self._engine.Event()
         checksums = copier.checksums.begin_load() if packed and usable else None
         if not (checksums if packed else usable):
             self._results.append(JobResult(job, ok=False))
             return
-        for other in self._jobs.values():
-            if not other.read.isdisjoint(checked.blocks):
-                self._loads.kernels.wait_event(other.pages)
-        scatter = functools.partial(copier.scatter, sums=checksums and checksums.sums)
-        enqueued = self._enqueue(scatter, checked, self._loads, after or self.mark())
-        done = self._now(self._loads.kernels)
-        self._jobs[job] = _Job(done, done, job, enqueued, checksums=checksums)
+        scatter = functools.partial(copier.scatter, sums=checksums.sums if checksums else None)
+        self._enqueue(_Job(done, done, job, checksums=checksums), scatter, checked, self._loads, self._loads.kernels)
 
     def finished(self) -> Sequence[JobResult]:
         for job, begun in list(self._jobs.items()):
@@ -196,17 +205,27 @@ class DeviceMover(Mover):
 
     def _enqueue(
         self,
+        job: _Job,
         copy: Callable[[array[int], array[int], Direction], None],
         checked: CheckedJob,
         through: Direction,
-        before: Any,
-    ) -> bool:
-        """Enqueue copies behind this event. False if that fails, perhaps half-way."""
-        through.kernels.wait_event(before)
-        outcome = run(lambda: copy(array("i", checked.blocks), array("i", checked.slots), through))
-        if outcome.error is not None:
-            logger.warning("kvtier: copies cannot be enqueued: %s", outcome.error)
-        return outcome.error is None
+        last: Any,
+    ) -> None:
+        """Enqueue the copies of a job, of which ``last`` is the last stream. From here on the job has begun.
+
+        If that fails, perhaps half-way, the job fails when the enqueued copies have ended.
+        """
+        enqueued = run(lambda: copy(array("i", checked.blocks), array("i", checked.slots), through))
+        recorded = run(lambda: (job.pages.record(through.kernels), job.done.record(last)))
+        for outcome in (enqueued, recorded):
+            if outcome.error is not None:
+                logger.warning("kvtier: cannot enqueue copies: %s", outcome.error)
+        if recorded.error is None:
+            self._jobs[job.number] = attrs.evolve(job, enqueued=enqueued.error is None)
+            return
+        for stream in (through.kernels, through.bus):
+            run(stream.synchronize)  # a device that refuses this, too, is lost
+        self._results.append(job.end(ok=False))
 
     def _now(self, stream: Any) -> Any:
         """An event that occurs when the stream has done everything enqueued on it so far."""
@@ -225,6 +244,6 @@ class DeviceMover(Mover):
 def _has_occurred(event: Any) -> bool:
     """Raises an exception if the device has failed."""
     asked = run(event.query)
-    if asked.error is not None:  # that says nothing of the copy, which may still write
+    if asked.error is not None:  # that shows nothing about the copy, which may still write
         event.synchronize()
     return asked.error is not None or asked.value

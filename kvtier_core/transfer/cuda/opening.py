@@ -24,11 +24,11 @@ from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
 from kvtier_core.transfer.page_lists import check_cache, layers_of
 
 #: Copies of each direction are staged through two halves of this size: 128 MiB in all. A job is cut into slices of this
-#: size. Shorter ones are slower: while a long kernel of the engine runs, only the slices in both halves go on.
+#: size. Shorter ones are slower: while a long kernel of the engine runs, only the slices in both halves continue.
 HALF_NBYTES = 32 << 20
 _ALIGNMENT = 256  #: of shards in a half, as in csrc/cuda/part.cpp
 #: Shorter shards are not page-locked one by one: 512 GiB would need more than 65 000 calls, and as many pieces in the
-#: driver. On an H100 pieces of 512 KiB took five times as long a GiB as those of 8 MiB.
+#: driver. On an H100 pieces of 512 KiB took five times as long per GiB as those of 8 MiB.
 _SHORTEST_PIECE = 8 << 20
 _Memory = TypeVar("_Memory", Staging, SumsMemory)
 
@@ -49,7 +49,7 @@ def open_mover(
     The slots are page-locked in the background. ``device`` defaults to that of the cache, ``engine`` to torch's module
     for it; ``autotune`` chooses how to copy, by default from measurements; ``checksums`` enables those of staged
     stores. Packed shards are always staged, with checksums, in halves that hold at least one. Raises BackendError and
-    ContractError, see `attach`.
+    ContractError, see `movers.open_mover`.
     """
     check_cache(cache, slot_nbytes)
     on = torch.device(cache.device)
@@ -58,12 +58,11 @@ def open_mover(
         raise BackendError(f"the driver is older than CUDA 12.8, and there are no kernels: {device.no_kernels}")
     with contextlib.ExitStack() as undo:
         keep = ctypes.c_char.from_buffer(memory)  # an mmap cannot be closed while its buffer is exported
-        undo.callback(lambda keep: None, keep)
         address, count = ctypes.addressof(keep), len(memory) // slot_nbytes
         # The first slots are those of the self-test, one for each rank that shares a shard.
         at_once = cache.layout.replicas * slot_nbytes
         pieces = _pieces(cache, address, count, slot_nbytes)
-        registration = host_registration.share(pieces, at_once, device.lock, device.unlock)
+        registration = host_registration.share(pieces, at_once, device.lock, device.unlock, keep)
         undo.callback(host_registration.release, registration)
         half_nbytes = max(half_nbytes, _longest_packing(cache))
         staging = functools.partial(_if_there_is_room, lambda: device.staging(half_nbytes), undo)
@@ -128,7 +127,7 @@ def _copier(
         _check_packing(device, native, stores, loads, sums)
         autotune = decided(Method.STAGED)
     store, load_ = (
-        autotune(layers, _possible(native, through, to_slots), to_slots)
+        autotune(layers, [each for each in Method if native.can(each, to_slots, through.staging)], to_slots)
         for through, to_slots in ((stores, True), (loads, False))
     )
     name = ", ".join(cache.layout.groups[group].name for group in part.groups)
@@ -144,10 +143,6 @@ def _check_packing(
 ) -> None:
     """Raises BackendError unless copies can be packed."""
     if not device.abilities.kernels:
-        raise BackendError(f"set packing: off: the GPU has no kernels that pack: {device.no_kernels}")
+        raise BackendError(f"set packing: off: the GPU has no packing kernels: {device.no_kernels}")
     if not (stores.staging and loads.staging and sums and native.can(Method.STAGED, True, stores.staging)):
-        raise BackendError("set packing: off: the engine left too little of the GPU's memory to pack shards in")
-
-
-def _possible(native: NativePart, through: Direction, to_slots: bool) -> list[Method]:
-    return [method for method in Method if native.can(method, to_slots, through.staging)]
+        raise BackendError("set packing: off: the engine left too little GPU memory to pack shards")

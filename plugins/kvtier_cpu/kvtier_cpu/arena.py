@@ -25,7 +25,7 @@ class CpuArena(AllocatorBackend):
         self.slots = ctx.capacity // self.slot_nbytes
         if not self.slots:
             chunk = Nbytes(self.slot_nbytes)
-            raise BackendError(f"cpu: capacity {ctx.capacity} has no room for a chunk of {chunk}; write a larger one")
+            raise BackendError(f"cpu: capacity {ctx.capacity} is smaller than one chunk ({chunk}); increase it")
         placement = choose(numa, ctx, self.slots)
         self.kept = ctx.keep is not None
         self._segment = Segment(placement, huge_pages, ctx.keep, checking=ctx.checking)

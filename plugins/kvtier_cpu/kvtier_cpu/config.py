@@ -18,7 +18,7 @@ class CpuConfig(ArenaConfig):
     packs: ClassVar[tuple[str, ...]] = devices
     medium: ClassVar[Medium] = Medium.HOST
 
-    huge_pages: Literal["auto", "on", "off"] = "auto"  #: "on" refuses to open without them
+    huge_pages: Literal["auto", "on", "off"] = "auto"  #: "on": the arena does not open without them
 
     numa: Literal["auto", "off"] = "auto"  #: "auto" takes each rank's part of a slot from memory near its device
 

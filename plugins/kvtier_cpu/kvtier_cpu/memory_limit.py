@@ -18,20 +18,20 @@ class MemoryLimit(NamedTuple):
 
 
 def must_be_available(nbytes: int) -> None:
-    """Raise BackendError if so many bytes are not available.
+    """Raise BackendError if ``nbytes`` bytes are not available.
 
     Without this check the allocation would succeed, and the kernel would kill a process later.
     """
     limit = min(memory_limits())
     if nbytes > limit.nbytes:
         raise BackendError(
-            f"cpu: capacity needs {in_mib(nbytes)} of memory and {limit.where} has {in_mib(limit.nbytes)} available; "
+            f"cpu: capacity needs {in_mib(nbytes)} of memory, but {limit.where} has {in_mib(limit.nbytes)} available; "
             "lower the capacity"
         )
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
-    """Every bound on what this process can allocate. Files of the kernel are read below ``root``."""
+    """Every bound on what this process can allocate. Reads the kernel's files below ``root``."""
     for line in (root / "proc/meminfo").read_text("ascii").splitlines():
         if line.startswith("MemAvailable:"):
             yield MemoryLimit(int(line.split()[1]) << 10, "this node")
@@ -57,7 +57,7 @@ def in_mib(nbytes: int) -> Nbytes:
 def _limits_of_groups(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[MemoryLimit]:
     """The bounds of a group and its ancestors.
 
-    In a container only the inner groups may be visible, mounted as if they were the root.
+    A container may show only the inner groups, mounted as if they were the root.
     """
     group = PurePosixPath(path)
     for name in (group, *group.parents):

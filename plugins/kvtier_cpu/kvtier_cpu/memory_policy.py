@@ -1,4 +1,4 @@
-"""From which NUMA nodes the kernel takes the memory that a thread allocates."""
+"""The NUMA nodes from which the kernel takes the memory that a thread allocates."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-#: libc has no functions for these calls; they have other numbers on each kind of machine.
+#: libc has no functions for these calls; their numbers differ between architectures.
 _NUMBERS = {
     "x86_64": {"set_mempolicy": 238, "get_mempolicy": 239},
     "aarch64": {"set_mempolicy": 237, "get_mempolicy": 236},
 }
 _DEFAULT, _PREFERRED, _INTERLEAVE = 0, 1, 3
 _MASK_NBYTES = 1024 // 8  # no kernel is built for more than 1024 nodes
-_MASK_LENGTH = 8 * _MASK_NBYTES + 1  # in bits, as the calls want it: they take one less
+_MASK_LENGTH = 8 * _MASK_NBYTES + 1  # in bits; the kernel uses one bit less than it is passed
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MemoryPolicy(NamedTuple):
-    """A rule of ``set_mempolicy``: a mode and the nodes that it is about."""
+    """A rule of ``set_mempolicy``: a mode and the nodes to which it applies."""
 
     mode: int
     nodes: frozenset[int] = frozenset()
@@ -44,7 +44,7 @@ def interleaving(nodes: Iterable[int]) -> MemoryPolicy:
 
 
 def current() -> MemoryPolicy:
-    """The policy of this thread. Raises OSError if the kernel does not tell."""
+    """The policy of this thread. Raises OSError if the kernel does not report it."""
     mode, mask = ctypes.c_int(), ctypes.create_string_buffer(_MASK_NBYTES)
     _call("get_mempolicy", ctypes.byref(mode), mask, _MASK_LENGTH, None, 0)
     bits = int.from_bytes(mask.raw, "little")
@@ -53,7 +53,7 @@ def current() -> MemoryPolicy:
 
 @contextlib.contextmanager
 def under(policy: MemoryPolicy) -> Iterator[None]:
-    """In this block the thread has this policy, afterwards its former one. Raises OSError if the kernel refuses."""
+    """Give the thread this policy in this block, and then its former one. Raises OSError if the kernel refuses."""
     former = current()
     _set(policy)
     try:

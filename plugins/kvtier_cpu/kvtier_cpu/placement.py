@@ -1,9 +1,9 @@
-"""On which NUMA nodes the pages of an arena are.
+"""The NUMA nodes on which the pages of an arena are placed.
 
-One thread allocates all of them. By itself the kernel would take each from the node of the CPU that this thread runs
-on, and half of the GPUs of a machine with two sockets would copy across the link between these. So while the pages of a
-shard are allocated, the thread prefers the node of the device that copies them. A policy of the mapping (mbind) would
-split it into one for each shard of each slot, and a process may have 65 530.
+One thread allocates all of them. By default, the kernel would take each page from the node of the CPU on which this
+thread runs, and half of the GPUs of a machine with two sockets would copy across the link between the sockets. So while
+the thread allocates the pages of a shard, it prefers the node of the device that copies them. A policy for the mapping
+(mbind) would split it into one mapping for each shard of each slot, and a process may have only 65 530.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PageRange(NamedTuple):
 
     begin: int
     end: int
-    node: int | None  #: whose memory they should be; None: of no particular node
+    node: int | None  #: from whose memory they should come; None: no particular node
 
 
 def ranges_by_node(
@@ -36,8 +36,8 @@ def ranges_by_node(
 ) -> Iterator[PageRange]:
     """All pages of an arena, each with the node of the shard that it begins in. Neighbours have different nodes.
 
-    ``nodes`` has the node of each shard. The header of a frame goes with the first shard, what is behind the last one
-    with that. Slots are taken to hold part 0, which every chunk has; shards of other parts begin elsewhere.
+    ``nodes`` has the node of each shard. A frame's header belongs to the first shard, and what follows the last shard
+    belongs to it. Slots are assumed to hold part 0, which every chunk has; shards of other parts begin elsewhere.
     """
     offsets = [0, *(shard.offset for shard in layout.parts[0].shards[1:])]
     starts = (
@@ -63,7 +63,7 @@ def whole_pages(nbytes: int, page_nbytes: int) -> int:
 
 @attrs.frozen
 class Placement:
-    """Where the pages of an arena come from while they are allocated."""
+    """The nodes from which the pages of an arena are allocated."""
 
     layout: ChunkLayout
     slots: int
@@ -83,13 +83,13 @@ class Placement:
         return ranges_by_node(self.layout, self.nodes, self.slots, self.slot_nbytes, page_nbytes)
 
     def on(self, node: int | None) -> contextlib.AbstractContextManager[None]:
-        """In this block the thread allocates memory of this node, if it has any left."""
+        """In this block, the thread allocates memory from this node while it has any left."""
         policy = self.policies.get(node)
         return memory_policy.under(policy) if policy else contextlib.nullcontext()
 
 
 def choose(asked: str, ctx: OpenContext, slots: int, sys: Path = Path("/sys")) -> Placement:
-    """The placement for the setting ``numa: auto|off``, as far as the kernel allows it; ``sys`` is its /sys.
+    """The placement for the setting ``numa: auto|off``, within what the kernel allows; ``sys`` is its /sys.
 
     Shards whose node is not known are spread over all nodes.
     """
@@ -114,10 +114,10 @@ def _wanted(nodes: Sequence[int | None], sys: Path) -> dict[int | None, MemoryPo
 
 
 def _obstacle(node: int | None, policy: MemoryPolicy) -> str:
-    """Why a policy cannot be had; empty if it can."""
+    """Why a policy cannot be set; empty if it can."""
     try:
         if node is None and not memory_policy.current().is_default:
-            return "the process has a policy of its own"  # of numactl, or vLLM's; nothing better is known here
+            return "the process has its own policy"  # set by numactl or vLLM; this code knows nothing better
         with memory_policy.under(policy):
             return ""
     except OSError as error:

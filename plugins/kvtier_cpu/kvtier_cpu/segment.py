@@ -1,18 +1,20 @@
 """Memory that several processes map, and that is freed when the last of them ends.
 
-A memfd has no name in any file system: workers open it through ``/proc/<pid>/fd/<fd>`` of its creator. So a
-container's small ``/dev/shm`` does not limit it, and no segment outlives its engine: the kernel frees it with the last
-process that maps it, even after ``kill -9``. Process ids are reused, so device, inode and size are compared with the
-creator's before anything is mapped. Only the creator's user (and root) can open it.
+A memfd has no name in any file system: workers open it through ``/proc/<pid>/fd/<fd>`` of its creator. So a container's
+small ``/dev/shm`` does not limit it, and no segment outlives its engine: the kernel frees it with the last process that
+maps it, even after ``kill -9``. Process ids are reused, so device, inode and size are compared with the creator's
+before anything is mapped. Only the creator's user (and root) can open it. Seals fix its length: if one process
+truncated it, any other would be killed at its next access.
 
-Memory that is to outlive its process has a name, in a folder on a tmpfs. Pages reserved for hugetlbfs are not used
-there.
+Memory that must outlive its process has a name, in a folder on a tmpfs, where the kernel does not seal files. Pages
+reserved for hugetlbfs are not used there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import mmap
 import os
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.folder import Folder
+from kvtier_core.storekit.folder import Folder, nearest
 from kvtier_core.types import Nbytes
 from kvtier_cpu.memory_limit import in_mib, must_be_available
 from kvtier_cpu.placement import Placement, whole_pages
@@ -29,6 +31,7 @@ from kvtier_cpu.placement import Placement, whole_pages
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 _NAME = "memory"  # of a segment in a folder
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PIECE = 64 << 20  # bytes that are faulted in at a time; between two pieces Ctrl-C is handled
 
 _WHY_NOT = {
@@ -38,7 +41,7 @@ _WHY_NOT = {
 
 
 class Address(NamedTuple):
-    """Where another process finds a segment, and what it must find there."""
+    """The address of a segment for another process, and what that must find there."""
 
     pid: int
     fd: int
@@ -54,9 +57,9 @@ class Segment:
     """
 
     def __init__(self, placement: Placement, huge_pages: str, keep: Path | None = None, *, checking: bool = False):
-        """``keep`` is a folder where the memory outlives this process, and is found by the next one.
+        """``keep`` is a folder where the memory outlives this process and where the next process finds it.
 
-        With ``checking`` it only looks whether there is room in that folder.
+        With ``checking`` it only checks whether that folder has room.
         """
         self._file, memory, self.pages = _open(placement, huge_pages, keep, checking)
         self.memory = memoryview(memory)
@@ -64,13 +67,13 @@ class Segment:
         self.address = Address(os.getpid(), self._file.fileno(), status.st_dev, status.st_ino, status.st_size)
 
     def close(self) -> None:
-        """Let no further process map it. It is freed with its last view and the last process that maps it."""
+        """Stop other processes from mapping it. It is freed with its last view and the last process that maps it."""
         self._file.close()
         self.memory = memoryview(b"")
 
 
 def reach(address: Address, *, populate: bool) -> mmap.mmap:
-    """Map the segment of another process, and all of its pages if ``populate``: else each costs a fault at first.
+    """Map another process's segment, with all of its pages if ``populate``: otherwise each costs a fault at first use.
 
     Raises BackendError when it is gone or cannot be opened.
     """
@@ -100,22 +103,22 @@ def _open(placement: Placement, huge_pages: str, keep: Path | None, checking: bo
     huge = huge_pages != "off" and _shmem_enabled() not in ("never", "deny")
     if huge_pages == "on" and not huge:
         raise BackendError(
-            f"cpu: huge_pages is on, but {in_mib(nbytes)} of them are not reserved (vm.nr_hugepages) and "
-            f"{_SHMEM_ENABLED} is {_shmem_enabled()}; with huge_pages: auto ordinary pages are used"
+            f"cpu: huge_pages is on, but {in_mib(nbytes)} of huge pages are not reserved (vm.nr_hugepages) and "
+            f"{_SHMEM_ENABLED} is {_shmem_enabled()}; huge_pages: auto uses ordinary pages"
         )
     pages = "transparent" if huge else "off"
     try:
         return *_make(placement, pages, keep, checking), pages
     except OSError as error:
         where = "shared memory" if keep is None else f"memory in {keep}"
-        why = "others have taken the room meanwhile" if error.errno == errno.EFAULT else error.strerror
+        why = "others have taken the space meanwhile" if error.errno == errno.EFAULT else error.strerror
         raise BackendError(f"cpu: cannot allocate {in_mib(nbytes)} of {where}: {why}; lower the capacity") from error
 
 
 def _make(
     placement: Placement, pages: str, keep: Path | None = None, checking: bool = False
 ) -> tuple[io.FileIO, mmap.mmap]:
-    """A file and its memory: every page is allocated now, while that can still fail. Then nothing is left."""
+    """A file and its memory: every page is allocated now, while that can still fail. A failure leaves nothing."""
     with contextlib.ExitStack() as undo:
         kept = _Kept(keep, placement) if keep is not None else None
         if pages != "hugetlb":
@@ -123,7 +126,7 @@ def _make(
         file = io.FileIO(_unnamed(pages) if kept is None or checking else kept.open(undo), "r+")
         undo.callback(file.close)
         page_nbytes = os.fstat(file.fileno()).st_blksize
-        file.truncate(whole_pages(placement.nbytes, page_nbytes))
+        _size(file, whole_pages(placement.nbytes, page_nbytes), sealed=kept is None)
         memory = mmap.mmap(file.fileno(), 0)
         if kept and checking:
             undo.pop_all()
@@ -139,38 +142,51 @@ def _make(
 
 
 def _unnamed(pages: str) -> int:
-    return os.memfd_create("kvtier", os.MFD_CLOEXEC | (os.MFD_HUGETLB if pages == "hugetlb" else 0))
+    huge = os.MFD_HUGETLB if pages == "hugetlb" else 0
+    return os.memfd_create("kvtier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge)
+
+
+def _size(file: io.FileIO, nbytes: int, *, sealed: bool) -> None:
+    """Give a file this length, for good if ``sealed``."""
+    if os.fstat(file.fileno()).st_size != nbytes:
+        file.truncate(nbytes)
+    if sealed:
+        fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, _SEALS)
 
 
 class _Kept:
-    """The file in a folder. Raises BackendError if the folder has no room for it."""
+    """The file in a folder, which may be missing only in a command that checks.
+
+    Raises BackendError if there is no room for it.
+    """
 
     def __init__(self, keep: Path, placement: Placement):
-        self._folder = Folder.at(keep)
+        self._path = keep
         self.nbytes = 0  #: allocated by a former process
         self._fits = False
         with contextlib.suppress(FileNotFoundError):
-            status = self._folder.status(_NAME)
+            status = Folder.at(keep).status(_NAME)
             self.nbytes = 512 * status.st_blocks
             self._fits = status.st_size == whole_pages(placement.nbytes, status.st_blksize)
-        system = os.fstatvfs(self._folder.fd)
+        system = os.statvfs(nearest(keep))
         room = system.f_bavail * system.f_frsize + self.nbytes
         if system.f_blocks and placement.nbytes > room:  # a tmpfs without a bound has none
             raise BackendError(
-                f"cpu: capacity needs {in_mib(placement.nbytes)} in {keep}, and {Nbytes(room)} are there; lower the "
+                f"cpu: capacity needs {in_mib(placement.nbytes)} in {keep}, but {Nbytes(room)} is available; lower the "
                 "capacity, or enlarge the tmpfs (mount -o remount,size=…)"
             )
 
     def open(self, undo: contextlib.ExitStack) -> int:
-        """Of another length it is replaced: processes may still have that one mapped. ``undo`` removes a new one."""
+        """A file of another length is replaced: processes may still map it. ``undo`` removes a new file."""
+        folder = Folder.at(self._path)
         if not self._fits:
-            self._folder.remove(_NAME)
-            undo.callback(self._folder.remove, _NAME)
-        return self._folder.open(_NAME, os.O_RDWR | os.O_CREAT)
+            folder.remove(_NAME)
+            undo.callback(folder.remove, _NAME)
+        return folder.open(_NAME, os.O_RDWR | os.O_CREAT)
 
 
 def _allocate(file: io.FileIO, memory: mmap.mmap, begin: int, nbytes: int) -> None:
-    """Allocate these pages, and change none that are there. Raises OSError where touching one would be a SIGBUS."""
+    """Allocate these pages, and change none that exist. Raises OSError where touching a page would raise SIGBUS."""
     try:
         _populate(memory, begin, nbytes)
     except OSError as error:

@@ -11,17 +11,17 @@ import attrs
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import PagedBuffer, make_context, make_layout
 from kvtier_cpu import memory_limit as available
 from kvtier_cpu import plugin, segment
 from kvtier_cpu.config import CpuConfig
 from kvtier_cpu.memory_limit import MemoryLimit, memory_limits
+from kvtier_testing.samples import PagedBuffer, make_context, make_layout
 
 BLOCKS = 4
 LAYOUT = make_layout(blocks=BLOCKS)
 OWNER = """
 import sys
-from kvtier_core.testing.samples import make_context
+from kvtier_testing.samples import make_context
 from kvtier_cpu.config import CpuConfig
 arena = CpuConfig().open(make_context(capacity=1 << 20))
 arena.view(1)[:] = bytes([7]) * arena.slot_nbytes
@@ -168,6 +168,17 @@ def test_another_user_is_refused(arena):
         )
 
 
+@pytest.mark.parametrize("change", [lambda fd: os.ftruncate(fd, 0), lambda fd: os.ftruncate(fd, 1 << 24)])
+def test_no_process_that_has_it_changes_its_length(owner, change):
+    """The next access would end the others, or read what is not there."""
+    address = json.loads(owner.stdout.readline())
+    with open(f"/proc/{address['pid']}/fd/{address['fd']}", "r+b") as file, pytest.raises(PermissionError):
+        change(file.fileno())
+    owner.stdin.write("look\n")
+    owner.stdin.flush()
+    assert owner.stdout.readline() == "0\n"
+
+
 def test_a_view_outlives_close():
     arena = open_cpu()
     view = arena.view(0)
@@ -182,7 +193,7 @@ def test_a_view_outlives_close():
 def test_no_room_for_one_slot():
     with pytest.raises(BackendError) as caught:
         open_cpu(capacity=4096)
-    assert str(caught.value) == "cpu: capacity 4KiB has no room for a chunk of 48KiB; write a larger one"
+    assert str(caught.value) == "cpu: capacity 4KiB is smaller than one chunk (48KiB); increase it"
 
 
 def test_more_than_there_is(monkeypatch):
@@ -194,12 +205,12 @@ def test_more_than_there_is(monkeypatch):
     with pytest.raises(BackendError) as caught:
         open_cpu(capacity=1 << 30)
     assert str(caught.value) == (
-        "cpu: capacity needs 1GiB of memory and control group /a has 3MiB available; lower the capacity"
+        "cpu: capacity needs 1GiB of memory, but control group /a has 3MiB available; lower the capacity"
     )
 
 
 def test_more_than_any_node_has():
-    with pytest.raises(BackendError, match="^cpu: capacity needs .* of memory and .* available; lower the capacity$"):
+    with pytest.raises(BackendError, match="^cpu: capacity needs .* of memory, but .* available; lower the capacity$"):
         open_cpu(capacity=1 << 60)
 
 
@@ -281,8 +292,8 @@ def test_huge_pages_that_must_be_cannot_be(shmem_enabled):
     with pytest.raises(BackendError) as caught:
         open_cpu(capacity=64 << 20, huge_pages="on")
     assert str(caught.value) == (
-        "cpu: huge_pages is on, but 64MiB of them are not reserved (vm.nr_hugepages) and "
-        f"{file} is never; with huge_pages: auto ordinary pages are used"
+        "cpu: huge_pages is on, but 64MiB of huge pages are not reserved (vm.nr_hugepages) and "
+        f"{file} is never; huge_pages: auto uses ordinary pages"
     )
 
 

@@ -9,10 +9,10 @@ import pytest
 from disks import tmpfs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import make_context, make_layout
 from kvtier_core.types import Nbytes
 from kvtier_cpu import segment
 from kvtier_cpu.config import CpuConfig
+from kvtier_testing.samples import make_context, make_layout
 
 LAYOUT = make_layout((1024, 3072), 4)
 MIB = 1 << 20
@@ -40,7 +40,9 @@ def free(folder):
 
 def test_memory_that_does_not_fit_is_refused_with_the_room_and_nothing_is_allocated(folder):
     before = free(folder)
-    with pytest.raises(BackendError, match=rf"capacity needs 16MiB in {folder}, and {Nbytes(before)} are there; lower"):
+    with pytest.raises(
+        BackendError, match=rf"capacity needs 16MiB in {folder}, but {Nbytes(before)} is available; lower"
+    ):
         opened(folder, 16 * MIB)
     assert list(folder.iterdir()) == [] and free(folder) == before
 
@@ -50,7 +52,7 @@ def test_memory_that_is_kept_outlives_a_larger_capacity_that_does_not_fit(folder
     kept.view(0)[:4] = b"kept"
     kept.close()
     before = (folder / "memory").stat()
-    with pytest.raises(BackendError, match="are there; lower the capacity"):
+    with pytest.raises(BackendError, match="is available; lower the capacity"):
         opened(folder, 16 * MIB)
     assert (folder / "memory").stat() == before
     again = opened(folder, 4 * MIB)
@@ -74,7 +76,7 @@ def test_memory_that_fails_half_way_leaves_nothing_allocated(folder, monkeypatch
         allocate(file, memory, begin, nbytes)
 
     monkeypatch.setattr(segment, "_allocate", others_come_first)
-    with pytest.raises(BackendError, match="others have taken the room meanwhile; lower the capacity"):
+    with pytest.raises(BackendError, match="others have taken the space meanwhile; lower the capacity"):
         opened(folder, 6 * MIB)
     (folder / "others").unlink()
     assert list(folder.iterdir()) == [] and free(folder) == before

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtier_core.testing import ArenaLaws
 from kvtier_cpu.config import CpuConfig
+from kvtier_testing import ArenaLaws
 
 
 class TestCpuLaws(ArenaLaws):

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.layouts import ChunkLayout, KVKind
-from kvtier_core.testing.samples import make_context, make_group, make_layout
 from kvtier_core.transfer import numa
 from kvtier_cpu import memory_policy, segment
 from kvtier_cpu.config import CpuConfig
 from kvtier_cpu.memory_policy import MemoryPolicy, current, interleaving, preferring, under
 from kvtier_cpu.placement import PageRange, choose, ranges_by_node
+from kvtier_testing.samples import make_context, make_group, make_layout
 
 TWO_RANKS = make_layout(ranks=2)  # whose shards are of 43008 bytes, and no whole pages
 NODES = sorted(numa.nodes()) or [0]
@@ -162,7 +162,7 @@ def test_a_policy_of_the_process_gives_way_to_what_is_known_alone(two_nodes):
     with under(interleaving({0})):
         assert choose("auto", context(0, 0), 4, two_nodes).effective == "node 0"
         assert choose("auto", context(), 4, two_nodes).effective == (
-            "off (interleaved: the process has a policy of its own)"
+            "off (interleaved: the process has its own policy)"
         )
 
 

@@ -15,8 +15,8 @@ import sys
 
 import pytest
 
-from kvtier_core.testing.samples import make_context
 from kvtier_cpu.config import CpuConfig
+from kvtier_testing.samples import make_context
 
 STRANGER, OTHER_STRANGER = 12345, 12346
 _PR_SET_DUMPABLE = 4

@@ -31,15 +31,16 @@ from kvtier_disk.space_account import SpaceAccount
 
 
 class DiskBackend(FolderBackend):
-    """Frames as files in a folder that this process locks. `kvtier_disk.config` says what the settings mean."""
+    """Frames as files in a folder that this process locks. `kvtier_disk.config` explains the settings."""
 
     space: SpaceAccount
+    remains = "its files are removed; the file system may keep their blocks until it uses them again"
 
     def __init__(self, path: Path, ctx: OpenContext, *, direct: str, io: str, min_free: int, quarantine: int):
         lock = FolderLock(path, must_not_be_shared)
         super().__init__(path, lock, ctx, direct=direct, io=io, min_free=min_free)
         self._quarantine_nbytes = quarantine
-        self._capacity = ctx.capacity
+        self._capacity: int = ctx.capacity
         with backend_errors(path):
             root = lock.take()
             try:
@@ -56,11 +57,23 @@ class DiskBackend(FolderBackend):
                 raise
 
     def quarantine(self, keys: Sequence[ChunkKey]) -> None:
-        """Keep damaged frames as far as there is room. From then on they count as frames of other namespaces."""
+        """Keep damaged frames while there is room. From then on they count as frames of other namespaces."""
         with backend_errors(self._path):
             folder = self._namespace_folder(root := self._root.folder())
             if root is not None and folder is not None:
                 self._each(keys, lambda key: self._quarantine(root, folder, key))
+
+    def erase(self, keys: Sequence[ChunkKey]) -> None:
+        self.delete(keys)
+        with backend_errors(self._path):
+            if (root := self._root.folder()) is not None:
+                for found in quarantined(root):
+                    if found.namespace_folder == self._name:
+                        self.space.remove(found.place)
+
+    def resize(self, capacity: int) -> None:
+        self.space.give(capacity - self._capacity)
+        self._capacity = capacity
 
     def _write(self, folder: Folder, places: Sequence[Place], frames: Sequence[memoryview]) -> None:
         growths = [len(frame) - self._nbytes(folder, place) for place, frame in zip(places, frames, strict=True)]
@@ -90,10 +103,10 @@ class DiskBackend(FolderBackend):
 
 
 def _sweep(root: Folder, own: str, fits: Callable[[Found], bool]) -> list[Found]:
-    """Remove everything that is no frame, in the folders of namespaces that kvtier has made, and nothing elsewhere.
+    """Remove everything that is not a frame from the namespace folders that kvtier made, and nothing elsewhere.
 
-    Returns the frames that are not in the namespace folder ``own``, oldest first. Frames that do not ``fits`` count as
-    no frames.
+    Returns the frames that are not in the namespace folder ``own``, oldest first. A frame for which ``fits`` is false
+    does not count as one.
     """
     remove_probes(root)
     others = []
@@ -101,7 +114,7 @@ def _sweep(root: Folder, own: str, fits: Callable[[Found], bool]) -> list[Found]
     lying = [each for name in names for each in everything_of(root, name)]
     for place, found in [*lying, *((found.place, found) for found in quarantined(root))]:
         if found is None or not fits(found):
-            with contextlib.suppress(OSError):  # if it cannot be removed, it is still no frame
+            with contextlib.suppress(OSError):  # if it cannot be removed, it is still not a frame
                 place.remove(root)
         elif place.folders[0] != own:
             others.append(found)

@@ -19,20 +19,21 @@ from kvtier_core.types import Nbytes
 class DiskConfig(BackendConfig):
     """One file per frame, in a folder that belongs to one engine at a time, or that engines share.
 
-    When several engines share the configuration of a folder that is not shared, each has one of its own below it:
+    When several engines use the configuration of a folder that is not shared, each has its own folder below it:
     ``replica-0`` and so on.
     """
 
     type: ClassVar[str] = "disk"
     medium: ClassVar[Medium] = Medium.DISK
+    resizable: ClassVar[bool] = True
 
-    path: Path  #: the folder; each engine needs one of its own unless it is shared
-    #: Engines, also of other machines, use the folder at once.
+    path: Path  #: the folder; each engine needs its own unless the folder is shared
+    #: Several engines, also on other machines, use the folder at the same time.
     shared: bool = False  # type: ignore[misc]  # the interface leaves it to the user here
-    direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
-    io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of files at once (io_uring), or one after the other
+    direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system supports it
+    io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of files at once (io_uring), or one after another
     min_free: Nbytes = Nbytes(1 << 30)  #: no write leaves less than this free on the file system
-    quarantine: Nbytes = Nbytes(256 << 20)  #: so many bytes of damaged frames are kept, unless it is shared
+    quarantine: Nbytes = Nbytes(256 << 20)  #: bytes of damaged frames to keep, unless the folder is shared
 
     def open(self, ctx: OpenContext) -> Backend:
         from kvtier_disk.backend import DiskBackend

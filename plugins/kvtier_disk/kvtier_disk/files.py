@@ -23,7 +23,7 @@ class Access:
 
     direct: bool  #: bypass the page cache
     ring: bool  #: a whole batch at once, with io_uring
-    writer: str = ""  #: is part of the names of unfinished files, where others write as well
+    writer: str = ""  #: part of the names of unfinished files, where others also write
 
     @property
     def flags(self) -> int:
@@ -33,9 +33,9 @@ class Access:
 def read_frames(
     home: Folder, places: Sequence[Place], into: Sequence[memoryview], access: Access
 ) -> list[int | OSError | NoFile]:
-    """For each frame the bytes read, or the error.
+    """For each frame, the number of bytes read, or the error.
 
-    0 if there is no file, if it is longer than its view, or if its length is not that of a frame. ``places`` lie under
+    0 if there is no file, if it is longer than its view, or if its length is not that of a frame. ``places`` are below
     ``home``, the folder of a namespace.
     """
     outcomes: list[int | OSError | NoFile] = [0] * len(places)
@@ -45,7 +45,7 @@ def read_frames(
             try:
                 fd = place.folder(home).open(place.name, os.O_RDONLY | access.flags)
             except (OSError, NoFile) as error:
-                outcomes[i] = 0 if is_gone(error) else error.with_traceback(None)  # its frames would keep the views
+                outcomes[i] = 0 if is_gone(error) else error.with_traceback(None)  # its traceback would keep the views
                 continue
             opened.callback(os.close, fd)
             nbytes = os.fstat(fd).st_size
@@ -85,12 +85,12 @@ def publish(home: Folder, place: Place, access: Access) -> None:
 
 
 def discard(home: Folder, places: Sequence[Place], access: Access) -> None:
-    """Remove unfinished files as far as possible. Raises nothing."""
+    """Try to remove unfinished files. Raises nothing."""
     for place in places:
         with contextlib.suppress(OSError, BackendError):
             place.folder(home).remove(unfinished(place.name, access.writer))
 
 
 def is_gone(outcome: object) -> bool:
-    """Is it the error that there is no such file, or not any more on the server that keeps it?"""
+    """Is it the error for a file that does not exist, or no longer exists on the server that keeps it?"""
     return isinstance(outcome, OSError) and outcome.errno in (errno.ENOENT, errno.ESTALE)

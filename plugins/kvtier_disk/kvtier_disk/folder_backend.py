@@ -32,7 +32,7 @@ from kvtier_disk.space_account import SpaceAccount
 
 
 class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
-    """Frames as files. Subclasses say whose the folder is, and account for its space."""
+    """Frames as files. Subclasses define who owns the folder, and account for its space."""
 
     space: SpaceAccount | SharedSpace | None  #: None: only ``min_free`` bounds the folder
     _access: Access
@@ -122,7 +122,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
         needed: Sequence[int],
         publish: Callable[[int], None],
     ) -> None:
-        """Write all frames under temporary names, then publish one after the other by their numbers.
+        """Write all frames under temporary names, then publish them one by one, each by its number.
 
         ``needed`` bytes are taken for each, and given back for those that were not published.
         """
@@ -169,7 +169,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
             self.space.give(nbytes)
 
     def _each(self, keys: Sequence[ChunkKey], act: Callable[[ChunkKey], None]) -> None:
-        """Do it for every key, even if it fails for some; then raise the first failure."""
+        """Call ``act`` for every key, even if it fails for some; then raise the first failure."""
         failures: list[Exception] = []
         for key in keys:
             try:
@@ -188,15 +188,15 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
         return [each for each in found if each is not None and each.nbytes <= self._longest]
 
     def _nbytes(self, folder: Folder, place: Place) -> int:
-        """The bytes in the account for the frame at this place. A sparse file can have any length; a frame has not."""
+        """The bytes in the account for the frame at this place. A sparse file can have any length; a frame cannot."""
         return min(place.nbytes(folder), self._longest)
 
     def _check_free(self, root: Folder, nbytes: int) -> None:
         free = free_of(root)
         if free - nbytes < self._min_free:
             raise StoreFull(
-                f"{self._path}: {Nbytes(nbytes)} to write and {Nbytes(free)} free, "
-                f"of which min_free keeps {self._min_free}",
+                f"{self._path}: {Nbytes(nbytes)} to write, {Nbytes(free)} free, "
+                f"of which min_free reserves {self._min_free}",
                 missing=self._min_free + nbytes - free,
             )
 

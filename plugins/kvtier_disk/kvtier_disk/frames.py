@@ -1,6 +1,6 @@
-"""Where frames lie in a tier's folder, and listing them. Raises OSError, and BackendError for a refusal.
+"""Names, finds and lists the frames in a tier's folder. Raises OSError, and BackendError for a refusal.
 
-``path/<namespace>/<first byte of key>/<key>.kv``, all in hex; damaged frames lie in ``path/quarantine``.
+``path/<namespace>/<first byte of key>/<key>.kv``, all in hex; damaged frames are in ``path/quarantine``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FRAME = re.compile(rf"([0-9a-f]{{{2 * KEY_NBYTES}}})\.kv")
 
 @attrs.frozen
 class Place:
-    """Where a file lies: the folders to go through, and its name in the last of them."""
+    """The place of a file: the folders that lead to it, and its name in the last of them."""
 
     folders: tuple[str, ...]
     name: str
 
     def folder(self, base: Folder, *, make: bool = False) -> Folder:
-        """The folder that holds the file; made with ``make`` if missing.
+        """The folder that holds the file; ``make`` creates it if it is missing.
 
         Every folder on the way is checked again: it must still belong to this user alone.
         """
@@ -46,7 +46,7 @@ class Place:
     def nbytes(self, base: Folder) -> int:
         """The length of the file; 0 if there is none.
 
-        The length and not the blocks on the disk: a frame has no holes, and the tier counts bytes of frames.
+        The length, not the blocks on the disk: a frame has no holes, and the tier counts bytes of frames.
         """
         try:
             status = self.folder(base).status(self.name)
@@ -55,7 +55,7 @@ class Place:
         return 0 if why_no_file(status) else status.st_size
 
     def remove(self, base: Folder) -> bool:
-        """Remove what lies there, a file or not. False if there is nothing."""
+        """Remove whatever is there, a file or not. Returns False if there is nothing."""
         try:
             return self.folder(base).remove(self.name)
         except (FileNotFoundError, NotADirectoryError):
@@ -67,13 +67,13 @@ class Found:
     """A frame on the disk."""
 
     mtime_ns: int
-    place: Place  #: from the tier's folder on
+    place: Place  #: relative to the tier's folder
     nbytes: int
     namespace_folder: str  #: the first 16 hex digits of its namespace's digest
     key: ChunkKey
 
     def is_unchanged(self, root: Folder) -> bool:
-        """Does it still lie there, and no other in its place?"""
+        """Is it still there, and not replaced by another?"""
         try:
             status = self.place.folder(root).status(self.place.name)
         except (FileNotFoundError, NotADirectoryError):
@@ -87,7 +87,7 @@ def oldest_first(frames: Iterable[Found]) -> list[Found]:
 
 
 def place_of(key: ChunkKey) -> Place:
-    """Where the frame of this key lies, from the folder of its namespace on."""
+    """The place of this key's frame, relative to the folder of its namespace."""
     name = key.hex()
     return Place((name[:2],), f"{name}.kv")
 
@@ -116,7 +116,7 @@ def namespace_folders(root: Folder) -> list[str]:
 
 
 def everything_of(root: Folder, namespace_folder: str) -> Iterator[tuple[Place, Found | None]]:
-    """Everything where only frames of a namespace should lie; None for what is no frame."""
+    """Everything in the place where only frames of a namespace should be; None for anything that is not a frame."""
     try:
         shards = shards_of(root, namespace_folder)
     except NotADirectoryError:
@@ -127,7 +127,7 @@ def everything_of(root: Folder, namespace_folder: str) -> Iterator[tuple[Place, 
 
 
 def shards_of(root: Folder, namespace_folder: str) -> list[str]:
-    """The names of the folders in that of a namespace: each holds the frames whose keys begin so."""
+    """The names of the folders in a namespace's folder: each holds the frames whose keys begin with its name."""
     try:
         entries = root.inner(namespace_folder).entries()
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def shards_of(root: Folder, namespace_folder: str) -> list[str]:
 
 
 def everything_in(root: Folder, namespace_folder: str, shard: str) -> Iterator[tuple[Place, Found | None]]:
-    """The same of one shard."""
+    """The same for one shard."""
     try:
         folder = root.inner(namespace_folder).inner(shard)  # its entries are looked at through its descriptor
     except FileNotFoundError:  # removed since it was listed
@@ -172,7 +172,7 @@ def remove_if_empty(root: Folder, namespace_folder: str) -> None:
 
 
 def _frame(place: Place, entry: os.DirEntry[str]) -> Found | None:
-    """None for what cannot be a frame: another name, another place, or a length that no frame has."""
+    """None for what cannot be a frame: a wrong name, a wrong place, or a length that no frame has."""
     name = _FRAME.fullmatch(entry.name)
     status = entry.stat(follow_symlinks=False)
     namespace_folder, shard = place.folders

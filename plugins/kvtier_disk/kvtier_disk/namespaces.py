@@ -40,9 +40,9 @@ def read_facts(root: Folder, name: str) -> Namespace | None:
 
 
 def is_kvtiers(root: Folder, name: str) -> bool:
-    """Is this the folder of a namespace, or one of somebody else's that is called like one?
+    """Is this the folder of a namespace, or a folder of another program that is named like one?
 
-    Where a full disk or a power cut left no facts, a file that begins as frames do tells.
+    Where a full disk or a power cut left no facts, it is one if a file in it begins as a frame does.
     """
     return read_facts(root, name) is not None or any(
         _begins_as_a_frame(root, place) for place, _ in everything_of(root, name)

@@ -24,12 +24,12 @@ from kvtier_disk.shared_folder import SharedFolder
 
 R = TypeVar("R", bound=Sequence[Any] | None)
 
-#: Bytes of the capacity that an engine takes at a time: a lock of a file on a server costs several round trips.
+#: Bytes of the capacity that an engine takes at a time: locking a file on a server costs several round trips.
 _QUANTUM = 64 << 20
 
 
 class SharedDiskBackend(FolderBackend):
-    """Frames as files in a folder that nobody locks and nobody cleans."""
+    """Frames as files in a folder that no engine locks or cleans."""
 
     shared = True
     space: SharedSpace | None
@@ -46,6 +46,10 @@ class SharedDiskBackend(FolderBackend):
             account = FolderAccount(path, folder.folder_again, longest=ctx.capacity, timeout=ctx.timeout)
             account.count()  # fails where files cannot be locked
             self.space = SharedSpace(account, ctx.capacity, quantum=_QUANTUM, most_listed=MOST_LISTED)
+
+    @property
+    def used(self) -> int | None:
+        return None if self.space is None else self.space.used
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         return [found is True for found in self._apart(super().contains, keys)]
@@ -66,7 +70,7 @@ class SharedDiskBackend(FolderBackend):
     def _write(self, folder: Folder, places: Sequence[Place], frames: Sequence[memoryview]) -> None:
         def replace(number: int) -> None:
             if self.space is not None:
-                # Whoever removes a frame gives its bytes back. A rename would not tell whether it replaced one.
+                # Whoever removes a frame gives its bytes back. A rename would not report whether it replaced a frame.
                 self._remove(folder, places[number])
             publish(folder, places[number], self._access)
 
@@ -75,7 +79,7 @@ class SharedDiskBackend(FolderBackend):
     def _apart(self, call: Callable[..., R], *batch: Sequence[Any]) -> R | list[Any]:
         """The outcome of a call for a batch.
 
-        If it fails for what may be one key's alone, and the folder can be used, each key is tried by itself.
+        If it fails for a reason that may concern only one key, and the folder works, each key is tried by itself.
         """
         try:
             return call(*batch)
@@ -110,6 +114,6 @@ def _alone(call: Callable[..., Sequence[Any] | None], *of_one: Any) -> Any:
 
 
 def _this_writer() -> str:
-    """A name that no other writer has, on whichever machine; it tells people whose an unfinished file is."""
+    """A name that no other writer has, on any machine; it shows people who wrote an unfinished file."""
     host = re.sub(r"[^A-Za-z0-9-]", "_", os.uname().nodename)[:64]
     return f"{host}-{os.getpid()}-{secrets.token_hex(8)}"

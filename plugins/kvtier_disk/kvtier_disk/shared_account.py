@@ -27,7 +27,7 @@ from kvtier_disk.frames import (
 )
 from kvtier_disk.shared_folder import SHARED
 
-#: Frames among which an eviction looks for the oldest: some seconds of calls, however many frames there are.
+#: Frames among which an eviction looks for the oldest: a few seconds of calls, however many frames there are.
 MOST_LISTED = 1 << 16
 _EVICTING = ".kvtier-evicting"
 _COUNT = re.compile(rb"(\d{20}) (\d{20})\n")
@@ -37,16 +37,16 @@ _PATIENCE = 60.0  # seconds that `kvtier fsck` waits for an engine that evicts
 
 
 class _Held(BackendError):
-    """Another user of the folder keeps a lock for too long."""
+    """Another user of the folder has held a lock for too long."""
 
 
 class FolderAccount:
-    """A `SharedStore` of files. Locks are flock's: NFS and Lustre pass them on to their server."""
+    """A `SharedStore` of files. The locks are those of flock: NFS and Lustre pass them on to their server."""
 
     def __init__(self, path: Path, folder: Callable[[], Folder], *, longest: int, timeout: float):
-        """``path`` names the folder in errors. Files longer than ``longest`` are no frames.
+        """``path`` names the folder in errors. Files longer than ``longest`` are not frames.
 
-        A lock is waited for during ``timeout`` seconds.
+        A lock is waited for ``timeout`` seconds at most.
         """
         self._path = path
         self._folder = folder
@@ -66,14 +66,14 @@ class FolderAccount:
         with contextlib.ExitStack() as locked:
             try:
                 locked.enter_context(self._locked(_EVICTING))
-            except _Held as error:  # it lists millions of files, perhaps: there is no room yet, and nothing is broken
+            except _Held as error:  # it may be listing millions of files: there is no room yet, but nothing is broken
                 raise StoreFull(str(error), missing=0) from None
             yield
 
     def oldest(self) -> Iterator[tuple[Found | None, int]]:
         """Frames of every namespace, and unfinished files, which stay.
 
-        Among very many, first those of shards drawn at random, of which more than `MOST_LISTED` are sorted.
+        If there are very many, first more than `MOST_LISTED` of them, from randomly drawn shards, oldest first.
         """
         with self._errors() as root:
             shards = list(_shards(root))
@@ -129,12 +129,12 @@ def _everything_in(root: Folder, name: str, shard: str) -> Iterator[tuple[Place,
 
 
 def recount_folder(path: Path, capacity: int) -> None:
-    """Make the account of a shared folder say what lies there now. Raises BackendError."""
+    """Make the account of a shared folder match what is there now. Raises BackendError."""
     recount(FolderAccount(path, lambda: Folder.at(path), longest=capacity, timeout=_PATIENCE))
 
 
 def _lock(file: int, path: Path, timeout: float) -> FileLock:
-    """Lock the file. It is asked for again and again: a lock that is waited for could not be given up."""
+    """Lock the file. It tries again and again: a call that waits for the lock could not be given up."""
     deadline, pause = time.monotonic() + timeout, _PAUSE
     while True:
         try:
@@ -146,7 +146,7 @@ def _lock(file: int, path: Path, timeout: float) -> FileLock:
                 ) from None
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                why = "this file system has no locks, and a capacity needs them; mount it with locks, or write none"
+                why = "this file system has no locks, which a capacity needs; mount it with locks, or omit capacity"
                 raise BackendError(f"{path}: {why}") from None
             raise
         time.sleep(pause)

@@ -1,4 +1,4 @@
-"""A folder that processes on several machines use at once. Raises OSError, and BackendError for a refusal."""
+"""A folder that processes on several machines use at the same time. Raises OSError, and BackendError for a refusal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.folder import Folder
 
-#: The file in the folder which says that it is shared; it also holds the account of a capacity.
+#: The file that marks the folder as shared; it also holds the account of a capacity.
 SHARED = ".kvtier-shared"
 
 
@@ -25,14 +25,14 @@ def must_not_be_shared(folder: Folder) -> None:
     if is_shared(folder):
         raise BackendError(
             f"{folder.path}: several engines share this folder; write shared: true, "
-            f"or remove {SHARED} from it when no engine uses it any more"
+            f"or remove {SHARED} from it once no engine uses it"
         )
 
 
 class SharedFolder:
     """A folder of this user, from `take` to `release`.
 
-    It is opened anew for every call: over a network a descriptor may outlive what it refers to, and opening is what
+    It is opened again for every call: over a network, a descriptor may outlive what it refers to, and only opening
     makes NFS ask its server whether the folder has changed.
     """
 
@@ -47,14 +47,14 @@ class SharedFolder:
         return folder
 
     def release(self) -> None:
-        """From now on the folder is not used. May be called twice."""
+        """Stop using the folder. May be called twice."""
         self._known = None
 
     def folder(self) -> Folder | None:
-        """The folder as it is now; None if there is none.
+        """The folder as it is now; None if it does not exist.
 
-        Another folder at its path is used if it belongs to this user alone and is on the same device, or marked as
-        shared: a folder that something was mounted on before is neither.
+        Another folder at its path is used if it belongs to this user alone, and is on the same device or marked as
+        shared: the empty mount point of an unmounted file system is neither.
         """
         known = self._must_be_known()
         try:
@@ -87,4 +87,4 @@ class SharedFolder:
         return known
 
     def _unmounted(self) -> BackendError:
-        return BackendError(f"{self.path}: on another file system than the one that was opened; is it mounted?")
+        return BackendError(f"{self.path}: not on the file system that was opened; is it mounted?")

@@ -12,19 +12,19 @@ from kvtier_disk.frames import Place
 class SpaceAccount:
     """The capacity, less the tier's own frames and less the frames of other namespaces in the same folder.
 
-    The tier evicts its own frames and does not know of the others. When new frames need their space, this account
-    removes them, oldest first. Several I/O threads use an account at once, and no file is removed under its lock.
+    The tier evicts its own frames and does not know the others. When new frames need their space, this account removes
+    them, oldest first. Several I/O threads use an account at once, and no file is removed under its lock.
     """
 
     def __init__(self, free: int, others: Iterable[tuple[Place, int]], remove: Callable[[Place], None]):
-        """Remove others' frames until ``free`` is not negative, as far as there are any.
+        """Remove others' frames until ``free`` is not negative, or none is left.
 
         Parameters
         ----------
         free
             Bytes of the capacity that no frame takes; negative when the frames take more than the capacity.
         others
-            Where the frames of other namespaces lie, and their bytes; the oldest first.
+            The places of the frames of other namespaces, and their bytes; the oldest first.
         remove
             Removes one of them. Raises OSError or BackendError.
 
@@ -45,7 +45,7 @@ class SpaceAccount:
         return self._free
 
     def take(self, nbytes: int) -> None:
-        """Take so many bytes, and remove frames of other namespaces as far as their space is needed.
+        """Take ``nbytes`` bytes, and remove frames of other namespaces while their space is needed.
 
         Raises StoreFull if such a frame cannot be removed; then nothing was taken.
         """
@@ -67,7 +67,7 @@ class SpaceAccount:
                 if missing > 0:
                     self._free += nbytes
             if missing > 0:
-                raise StoreFull(f"a frame of another namespace cannot be removed: {failure}", missing=missing)
+                raise StoreFull(f"cannot remove a frame of another namespace: {failure}", missing=missing)
 
     def give(self, nbytes: int) -> None:
         """Return bytes that were taken and are not, or no longer, in use."""
@@ -75,10 +75,23 @@ class SpaceAccount:
             self._free += nbytes
 
     def hand_over(self, place: Place, nbytes: int) -> None:
-        """A frame of the tier's own now lies at ``place``, as one of the others and the last of them to be removed."""
+        """The tier's own frame is now at ``place``: count it among the others, as the last of them to be removed."""
         with self._lock:
             self._free += self._others.pop(place, 0)  # what it replaced is gone
             self._others[place] = nbytes
+
+    def remove(self, place: Place) -> None:
+        """Remove this frame of another namespace now. Raises OSError and BackendError."""
+        with self._lock:
+            nbytes = self._others.pop(place, None)
+        if nbytes is None:
+            return  # another thread removes it
+        try:
+            self._remove(place)
+        except BaseException:
+            self.hand_over(place, nbytes)
+            raise
+        self.give(nbytes)
 
     def _pop_oldest_in_the_way(self) -> tuple[Place, int] | None:
         with self._lock:

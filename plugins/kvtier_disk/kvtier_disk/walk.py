@@ -20,7 +20,7 @@ from kvtier_disk.files import is_gone
 from kvtier_disk.frames import Found, Place, everything_of, is_unfinished, namespace_folders, quarantined
 from kvtier_disk.shared_folder import must_not_be_shared
 
-#: Seconds after which nobody is writing an unfinished file any more.
+#: Seconds after which no process is still writing an unfinished file.
 _ABANDONED = 24 * 3600.0
 
 
@@ -38,9 +38,9 @@ def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
 
 
 def everything_shared_in(path: Path) -> Iterator[Stored]:
-    """Everything in a folder that engines may use meanwhile, but for what they may still be writing.
+    """Everything in a folder that engines may use meanwhile, except what they may still be writing.
 
-    Raises BackendError, also while it is iterated over.
+    Raises BackendError, also during the iteration.
     """
     _must_exist(path)
     with backend_errors(path):
@@ -71,7 +71,7 @@ def _listed(root: Folder, *, probes: bool = False) -> Iterator[tuple[_Listed, Fo
 
 @attrs.frozen
 class _Listed:
-    """A file, or what lies in place of one."""
+    """A file, or whatever is in place of one."""
 
     root: Folder
     place: Place
@@ -113,7 +113,7 @@ class _Listed:
                 yield self.place.folder(self.root)
             except OSError as error:
                 if is_gone(error):
-                    raise Gone(f"{path}: not there any more") from error
+                    raise Gone(f"{path}: no longer there") from error
                 raise
 
     def _must_be(self, status: os.stat_result) -> None:

@@ -18,10 +18,10 @@ from patience import HANG
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import FrameError, verify
 from kvtier_core.storekit import disk_access
-from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk import plugin
 from kvtier_disk.config import DiskConfig
+from kvtier_testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace
 
 NBYTES = 4 * FRAME_ALIGNMENT
 
@@ -94,7 +94,7 @@ def test_the_plugin_offers_the_disk():
 # -- the folder ------------------------------------------------------------------------------------
 
 
-def test_names_come_from_keys_and_nobody_else_may_look(tmp_path):
+def test_names_come_from_keys_and_no_other_user_may_look(tmp_path):
     key = make_key(0)
     disk = open_disk(tmp_path / "kv")
     write(disk, key)
@@ -386,20 +386,20 @@ def test_a_link_is_refused(tmp_path):
 def test_a_folder_of_another_user_is_refused(tmp_path):
     (tmp_path / "kv").mkdir(mode=0o700)
     os.chown(tmp_path / "kv", 12345, 12345)
-    with pytest.raises(BackendError, match="kv: belongs to user 12345; kvtier uses only folders of its own user"):
+    with pytest.raises(BackendError, match="kv: owned by user 12345; kvtier uses only folders of its own user"):
         open_disk(tmp_path / "kv")
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv").chmod(0o770)
-    with pytest.raises(BackendError, match="others may write to it; remove that permission with chmod go-w"):
+    with pytest.raises(BackendError, match="others can write to it; run chmod go-w"):
         open_disk(tmp_path / "kv")
 
 
 def test_a_folder_that_cannot_be_written(mounted):
     folder = mounted("tmpfs", "size=1m,ro")
-    with pytest.raises(BackendError, match="this user may not write here"):
+    with pytest.raises(BackendError, match="this user cannot write here"):
         open_disk(folder)
 
 
@@ -468,7 +468,7 @@ def test_min_free_keeps_reads_going(tmp_path):
     write(disk, make_key(0))
     disk.close()
     disk = open_disk(tmp_path, min_free=1 << 60)
-    with pytest.raises(BackendError, match=r"16KiB to write and \d+\w+ free, of which min_free keeps 1024PiB"):
+    with pytest.raises(BackendError, match=r"16KiB to write, \d+\w+ free, of which min_free reserves 1024PiB"):
         write(disk, make_key(1))
     assert read(disk, make_key(0)) == make_frame(make_key(0), nbytes=NBYTES)
     assert list(disk.contains(make_keys(2))) == [True, False]
@@ -517,7 +517,7 @@ def test_a_vanished_mount(mounted):
     write(disk, make_key(0))
     subprocess.run(["umount", "-l", str(folder)], check=True)
     for use in (read, write):  # nothing is written where the mount was
-        with pytest.raises(BackendError, match="another folder than the one that was opened"):
+        with pytest.raises(BackendError, match="not the folder that was opened"):
             use(disk, make_key(0))
     folder.rmdir()
     folder.touch()
@@ -578,7 +578,7 @@ def test_direct_where_the_filesystem_cannot(mounted):
     disk = open_disk(folder, direct="auto")
     assert disk.facts() == {"path": str(folder), "direct": "auto -> off", "io": "auto -> calls"}
     disk.close()
-    with pytest.raises(BackendError, match="direct is on, but no page can be written past the page cache"):
+    with pytest.raises(BackendError, match="direct is on, but writes cannot bypass the page cache"):
         open_disk(folder, direct="on")
     open_disk(folder, direct="off").close()
     assert files(folder) == []

@@ -6,10 +6,10 @@ import os
 import pytest
 
 from kvtier_core.storekit.folder import Folder
-from kvtier_core.testing import BackendLaws, SharedBackendLaws
-from kvtier_core.testing.samples import make_context, make_frame, make_keys
 from kvtier_core.types import Nbytes
 from kvtier_disk.config import DiskConfig
+from kvtier_testing import BackendLaws, SharedBackendLaws
+from kvtier_testing.samples import make_context, make_frame, make_keys
 
 
 class Spoiling:

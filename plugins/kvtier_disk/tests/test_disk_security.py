@@ -13,9 +13,9 @@ import pytest
 from patience import HANG
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import make_context, make_frame, make_key, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk.config import DiskConfig
+from kvtier_testing.samples import make_context, make_frame, make_key, make_namespace
 
 NBYTES = 4 * FRAME_ALIGNMENT
 KEY, MATE = make_key(0), make_key(1)
@@ -170,7 +170,7 @@ def test_a_sticky_folder_is_refused_whatever_a_stranger_put_there(folder, no_uma
     folder.mkdir()
     folder.chmod(0o1777)
     plant_as_a_stranger(folder, plant, name)
-    with pytest.raises(BackendError, match=f"{folder}: others may write to it; name a folder in it"):
+    with pytest.raises(BackendError, match=f"{folder}: others can write to it; name a folder in it"):
         DiskConfig(path=folder, shared=shared).open(make_context(namespace=make_namespace()))
     assert os.listdir(folder) == [name]
 
@@ -182,13 +182,13 @@ def test_the_count_of_a_shared_folder_is_not_a_strangers(folder, no_umask):
     folder.chmod(0o1777)
     plant_as_a_stranger(folder, a_file, ".kvtier-shared")
     folder.chmod(0o700)
-    with pytest.raises(BackendError, match=f"{folder}/.kvtier-shared: a file of user {STRANGER}; .*remove it"):
+    with pytest.raises(BackendError, match=f"{folder}/.kvtier-shared: owned by user {STRANGER}; .*remove it"):
         DiskConfig(path=folder, shared=True).open(make_context(namespace=make_namespace()))
 
 
 @only_root
 @pytest.mark.parametrize("whose", [home_in, lambda folder: file_in(folder).parent], ids=["home", "shard"])
-def test_a_folder_that_somebody_else_made_inside_is_not_used(folder, whose):
+def test_a_folder_that_another_user_made_inside_is_not_used(folder, whose):
     """From a time when the path was open to all."""
     whose(folder).mkdir(parents=True)
     os.chown(whose(folder), STRANGER, STRANGER)
@@ -219,7 +219,7 @@ def test_others_may_write_to_a_folder_above(tmp_path, owner, open_to):
 
 @pytest.mark.parametrize("open_to", [0o777, 0o1777], ids=oct)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_a_link_on_the_way_is_followed_only_where_nobody_else_could_have_put_it(tmp_path, elsewhere, open_to, shared):
+def test_a_link_on_the_way_is_followed_only_where_no_other_user_could_have_put_it(tmp_path, elsewhere, open_to, shared):
     (tmp_path / "links").mkdir(mode=0o755)
     for name, target in (("absolute", elsewhere), ("relative", "../elsewhere"), ("again", "relative")):
         (tmp_path / "links" / name).symlink_to(target)
@@ -227,7 +227,7 @@ def test_a_link_on_the_way_is_followed_only_where_nobody_else_could_have_put_it(
         DiskConfig(path=tmp_path / "links" / name / f"kv-{name}", shared=shared).open(ctx).close()
         assert (elsewhere / f"kv-{name}").is_dir()
     (tmp_path / "links").chmod(open_to)
-    with pytest.raises(BackendError, match=f"{tmp_path}/links/again: a link in a folder that others may write to"):
+    with pytest.raises(BackendError, match=f"{tmp_path}/links/again: a link in a folder that others can write to"):
         DiskConfig(path=tmp_path / "links/again/kv", shared=shared).open(make_context(namespace=make_namespace()))
     assert not (elsewhere / "kv").exists()
 
@@ -261,7 +261,7 @@ def test_a_folder_put_in_place_of_the_tiers_is_never_read(folder, tmp_path, swap
     before = contents(place)
     for use in (read, write, lambda disk: disk.delete([KEY]), lambda disk: disk.quarantine([KEY])):
         for _ in range(3):
-            with pytest.raises(BackendError, match="another folder than the one|others may write to it"):
+            with pytest.raises(BackendError, match="not the folder that was opened|others can write to it"):
                 use(disk)
     assert contents(place) == before
     shutil.rmtree(place)
@@ -276,7 +276,7 @@ def test_an_empty_folder_in_its_place_is_claimed(folder, tmp_path):
     write(disk)
     folder.rename(tmp_path / "real")
     folder.mkdir(mode=0o700)
-    with pytest.raises(BackendError, match="another folder than the one that was opened"):
+    with pytest.raises(BackendError, match="not the folder that was opened"):
         read(disk)
     write(disk)
     assert read(disk) == make_frame(KEY, nbytes=NBYTES)
@@ -390,7 +390,7 @@ def test_only_a_regular_file_is_a_frame(folder, elsewhere, plant, settle):
     before = contents(elsewhere)
     into = [memoryview(bytearray(NBYTES)) for _ in range(2)]
     failed, count = in_time(lambda: disk.read([KEY, MATE], into))
-    assert re.search(f"{KEY.hex()}.kv: (a .* where only|a file of user|others may|the file has)", str(failed))
+    assert re.search(f"{KEY.hex()}.kv: (a .* where a file|owned by user|others can|the file has)", str(failed))
     assert (count, into[1]) == (NBYTES, make_frame(MATE, nbytes=NBYTES))
     in_time(
         {"write": lambda: write(disk), "delete": lambda: disk.delete([KEY])}.get(settle)

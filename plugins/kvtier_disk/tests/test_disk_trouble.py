@@ -11,8 +11,8 @@ from test_disk import NBYTES, file_of, files, open_disk, read, write
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import verify
-from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_testing.samples import make_frame, make_keys, make_namespace, same
 
 OLD, NEW = make_keys(40)[:20], make_keys(40)[20:]
 ALL = 20
@@ -92,7 +92,7 @@ def works_again(disk, backend):
 @on(tmpfs, ext4)
 def test_a_full_disk_refuses_writes_and_still_reads(disk, backend, monkeypatch):
     disk.fill()
-    assert writes(backend, NEW[:1]) == {"16KiB to write and 0B free, of which min_free keeps 0B": 1}
+    assert writes(backend, NEW[:1]) == {"16KiB to write, 0B free, of which min_free reserves 0B": 1}
     # Space that was free when it was asked for may be gone when it is used.
     monkeypatch.setattr("kvtier_disk.folder_backend.free_of", lambda folder: 1 << 60)
     assert writes(backend, [*OLD, *NEW]) == {"No space left on device": 2 * ALL}

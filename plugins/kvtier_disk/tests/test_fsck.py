@@ -15,15 +15,15 @@ import pytest
 from disks import btrfs
 
 from kvtier_core.cli import main
-from kvtier_core.frames.codec import FrameCodec
+from kvtier_core.encoding.codec import FrameCodec
+from kvtier_core.encoding.keyed_seal import KeyedSeal
 from kvtier_core.frames.format import seal
 from kvtier_core.frames.identity import CodecIdentity
-from kvtier_core.frames.keyed_seal import KeyedSeal
-from kvtier_core.frames.sealed_names import SealedNames
+from kvtier_core.relays.sealed_names import SealedNames
 from kvtier_core.stack.store_tier.policy_state import key_of
-from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk.config import DiskConfig
+from kvtier_testing.samples import make_context, make_frame, make_keys, make_namespace
 
 NBYTES = 4 * FRAME_ALIGNMENT
 OTHER = CodecIdentity("zip", bytes(range(32)), lossless=True)
@@ -63,7 +63,7 @@ def counts(out):
 
 def test_fsck_knows_the_policy_state(folder, capsys):
     with contextlib.closing(DiskConfig(path=folder / "store").open(make_context())) as disk:
-        disk.write([key_of(make_namespace())], [make_frame(key_of(make_namespace()), nbytes=NBYTES)])
+        disk.write([key_of(make_namespace().digest)], [make_frame(key_of(make_namespace().digest), nbytes=NBYTES)])
     main(["fsck", "disk", "--config", "kvtier.yaml"])
     found = counts(capsys.readouterr().out)
     assert (found["whole"], found["policy"]) == (1, 1)
@@ -126,7 +126,7 @@ def test_frames_of_other_codecs_and_versions_are_reported_and_left(folder, capsy
         assert main(["fsck", "disk", "--config", "kvtier.yaml", *arguments]) == 0
         out = capsys.readouterr().out
         other, old = (file.relative_to(folder) for file in taken_over)
-        assert f"incompatible: {other}: written with the codec {OTHER}; the tier's is raw\n" in out
+        assert f"incompatible: {other}: written with codec {OTHER}; the tier uses raw\n" in out
         assert f"incompatible: {old}: a frame of another format version\n" in out
         assert f"codec: {OTHER}: 1\n" in out
         assert all(file.exists() for file in taken_over)
@@ -370,10 +370,7 @@ def test_a_seal_that_cannot_be_checked_is_reported_and_not_called_damage(capsys,
     monkeypatch.delenv("KVTIER_TEST_SEAL")
     status, out = fsck(capsys, "--repair")
     assert (status, counts(out)["whole"]) == (0, 2)
-    assert (
-        "seals not checked: 2: the environment variable KVTIER_TEST_SEAL is not set; set it where the engine runs\n"
-        in out
-    )
+    assert "seals not checked: 2: the environment variable KVTIER_TEST_SEAL is not set for this process\n" in out
     assert all(file.exists() for file in files)
 
 

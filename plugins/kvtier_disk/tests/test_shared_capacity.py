@@ -21,9 +21,9 @@ from test_shared_disk import open_shared
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.format import verify
-from kvtier_core.testing.samples import make_frame, make_key, make_keys, make_namespace
 from kvtier_disk import shared, shared_account
 from kvtier_disk.shared_account import FolderAccount, recount_folder
+from kvtier_testing.samples import make_frame, make_key, make_keys, make_namespace
 
 ROOM = 24
 CAPACITY = ROOM * NBYTES
@@ -116,14 +116,14 @@ def test_an_engine_without_a_capacity_removes_nothing(path, engine):
     assert stored(path) <= CAPACITY, "what it wrote is found when the folder is listed"
 
 
-def test_a_capacity_counts_what_lies_there_already(path, engine):
+def test_a_capacity_counts_the_frames_that_are_already_there(path, engine):
     write(engine(capacity=0), *make_keys(ROOM))
     write(engine(), make_key(99))
     assert 0.9 * CAPACITY < stored(path) == used(path) <= CAPACITY
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"1" * 41, b"\0" * 42])
-def test_a_damaged_account_is_begun_anew(path, engine, content):
+def test_a_damaged_account_is_replaced(path, engine, content):
     write(engine(), *make_keys(ROOM))
     (path / ".kvtier-shared").write_bytes(content)
     write(engine(), *make_keys(2 * ROOM)[ROOM:])
@@ -205,7 +205,7 @@ def test_where_files_cannot_be_locked_a_capacity_is_refused(engine, monkeypatch)
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(BackendError, match="this file system has no locks, and a capacity needs them; mount it with"):
+    with pytest.raises(BackendError, match="this file system has no locks, which a capacity needs; mount it with"):
         engine()
     write(engine(capacity=0), make_key(0))
 

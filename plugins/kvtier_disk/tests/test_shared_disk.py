@@ -17,11 +17,11 @@ from test_disk import NBYTES, file_of, files, read, write
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError, StoreFull
-from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes, Seconds
 from kvtier_disk import files as disk_files
 from kvtier_disk import plugin
 from kvtier_disk.config import DiskConfig
+from kvtier_testing.samples import make_context, make_frame, make_keys, make_namespace
 
 KEYS = FIRST, SECOND, THIRD = make_keys(3)
 
@@ -78,7 +78,7 @@ def configured(**settings):
 def test_a_shared_folder_needs_no_capacity():
     tier = configured(shared=True)
     assert tier.config.shared and tier.capacity is None
-    with pytest.raises(ConfigError, match="'capacity' is missing; only a shared tier needs none"):
+    with pytest.raises(ConfigError, match="'capacity' is missing; only a shared tier may omit it"):
         configured(shared=False)
 
 
@@ -174,7 +174,7 @@ def test_a_folder_that_is_not_mounted_is_not_written_to(tmp_path, engine, inside
                 if use is read and inside == "kv":
                     assert read(ours, FIRST) == b"", "there is no such folder"
                     continue
-                with pytest.raises(BackendError, match="another file system than the one that was opened; is it mo"):
+                with pytest.raises(BackendError, match="not on the file system that was opened; is it mounted"):
                     use(ours, FIRST)
             assert list(disk.folder.iterdir()) == []
         finally:
@@ -210,7 +210,7 @@ def test_a_folder_that_others_may_write_to_is_refused_at_any_time(path, engine, 
     write(ours, FIRST)
     path.chmod(mode)
     for use in (lambda: engine(), lambda: read(ours, FIRST), lambda: write(ours, FIRST)):
-        with pytest.raises(BackendError, match="others may write to it; remove that permission with chmod go-w"):
+        with pytest.raises(BackendError, match="others can write to it; run chmod go-w"):
             use()
 
 
@@ -238,7 +238,7 @@ def spoiled(path, engine):
 def test_a_key_that_cannot_be_read_fails_alone(spoiled):
     first, second, third = read_all(spoiled, KEYS)
     assert [first, third] == whole(FIRST, THIRD)
-    assert "others may write to it" in str(second)
+    assert "others can write to it" in str(second)
     assert spoiled.contains(KEYS) == [True, False, True]
     (alone,) = read_all(spoiled, [SECOND])
     assert isinstance(alone, BackendError)
@@ -247,7 +247,7 @@ def test_a_key_that_cannot_be_read_fails_alone(spoiled):
 def test_a_key_that_cannot_be_written_fails_alone(spoiled, path):
     before = [file_of(path, key).stat().st_mtime_ns for key in KEYS]
     first, second, third = spoiled.write(KEYS, whole(*KEYS))
-    assert first is third is None and "others may write to it" in str(second)
+    assert first is third is None and "others can write to it" in str(second)
     after = [file_of(path, key).stat().st_mtime_ns for key in KEYS]
     assert [new > old for old, new in zip(before, after, strict=True)] == [True, False, True]
     assert not list(path.rglob("*.tmp"))
@@ -271,7 +271,7 @@ def test_something_else_at_a_frames_name_is_replaced_by_the_next_write(path, eng
     file_of(path, SECOND).mkdir()
     first, second, third = read_all(ours, KEYS)
     assert [first, third] == whole(FIRST, THIRD)
-    assert "a folder where only a file should be" in str(second)
+    assert "a folder where a file is expected" in str(second)
     ours.quarantine([SECOND])
     assert file_of(path, SECOND).is_dir(), "nothing is removed that is not replaced"
     assert ours.write(KEYS, whole(*KEYS)) is None
@@ -321,7 +321,7 @@ def test_a_full_disk_refuses_writes_and_still_reads(disk, engine, monkeypatch, c
     ours, theirs = [engine(disk.folder / "kv", capacity=capacity) for _ in range(2)]
     write(ours, FIRST)
     disk.fill()
-    with pytest.raises(StoreFull, match="16KiB to write and 0B free, of which min_free keeps 0B"):
+    with pytest.raises(StoreFull, match="16KiB to write, 0B free, of which min_free reserves 0B"):
         write(theirs, SECOND)
     # Space that was free when it was asked for may be gone when it is used.
     monkeypatch.setattr("kvtier_disk.folder_backend.free_of", lambda folder: 1 << 60)
@@ -350,7 +350,7 @@ def test_a_disk_that_becomes_read_only(disk, engine, capacity):
 
 def test_min_free_holds(engine):
     ours = engine(min_free=Nbytes(1 << 60))
-    with pytest.raises(StoreFull, match="of which min_free keeps 1024PiB"):
+    with pytest.raises(StoreFull, match="of which min_free reserves 1024PiB"):
         write(ours, FIRST)
 
 

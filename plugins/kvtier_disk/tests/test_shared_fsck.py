@@ -12,9 +12,9 @@ from test_shared_disk import open_shared
 
 from kvtier_core.cli import main
 from kvtier_core.errors import Gone
-from kvtier_core.testing.samples import make_frame, make_keys
 from kvtier_core.types import Nbytes
 from kvtier_disk.config import DiskConfig
+from kvtier_testing.samples import make_frame, make_keys
 
 WHOLE, TORN, MORE = KEYS = make_keys(3)
 FSCK = ["fsck", "disk", "--config", "kvtier.yaml"]

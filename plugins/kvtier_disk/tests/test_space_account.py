@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from test_disk import files, open_disk
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.testing.samples import make_frame, make_keys
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_disk.frames import Place
 from kvtier_disk.space_account import SpaceAccount
+from kvtier_testing.samples import make_frame, make_keys
 
 SMALL, LARGE = 2 * FRAME_ALIGNMENT, 4 * FRAME_ALIGNMENT
 CAPACITY = 8 * LARGE
@@ -41,7 +41,7 @@ FAILURES = {
     "I/O error": lambda: OSError(errno.EIO, "Input/output error"),
     "full": lambda: OSError(errno.ENOSPC, "No space left on device"),
     "read-only": lambda: OSError(errno.EROFS, "Read-only file system"),
-    "not ours": lambda: BackendError("belongs to user 12345"),
+    "not ours": lambda: BackendError("owned by user 12345"),
 }
 
 
@@ -122,7 +122,9 @@ def test_a_frame_in_the_way_that_cannot_be_removed_is_a_full_store(prepare, monk
     with monkeypatch.context() as broken:
         broken.setattr(Place, "remove", fail)
         for _ in range(2):
-            with pytest.raises(StoreFull, match="cannot be removed: .*Read-only file system") as full:
+            with pytest.raises(
+                StoreFull, match="cannot remove a frame of another namespace: .*Read-only file system"
+            ) as full:
                 put(disk, NEW)
             assert full.value.missing == LARGE
             assert on_disk(folder) == before

@@ -1,4 +1,4 @@
-"""A tier of slabs: spreads frames over the drives, and knows where each lies."""
+"""A tier of slabs: spreads frames over the drives, and knows where each is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvtier_core.errors import BackendError, StoreFull
@@ -25,14 +25,14 @@ from kvtier_gds.table import Record
 
 #: A file beside a slab with the facts of a namespace that has frames in it.
 _FACTS = re.compile(r"kvtier\.([0-9a-f]{64})\.json")
-#: Frames that workers may read to compare ways, if as many are there.
+#: Number of frames that workers may read to compare ways of reading, if the slabs hold as many.
 _SAMPLES = 256
 #: Seconds after which a place that took no frame is tried again, if there is no other: each try costs a frame.
 _RETIRED = 60.0
 
 
 class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectReads):
-    """Frames in slabs that this process locks. `kvtier_gds.config` says what the settings mean.
+    """Frames in slabs that this process locks. `kvtier_gds.config` explains the settings.
 
     The lock guards what is known of the slabs; no call waits for a disk under it.
     """
@@ -44,7 +44,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         self._lock = threading.Lock()
         self._held: dict[ChunkKey, Place] = {}  # our frames
         self._others: list[tuple[bytes, Place]] = []  # frames of other namespaces, and their digests; oldest last
-        self._retired: list[tuple[float, Place]] = []  # places that took no frame, and since when they are not used
+        self._retired: list[tuple[float, Place]] = []  # places that took no frame, and when they were set aside
         self._slabs: list[Slab] = []
         self._frame_nbytes = frame_nbytes = ctx.layout.frame_nbytes
         with contextlib.ExitStack() as undoing:
@@ -66,7 +66,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         with self._errors():
             outcomes: list[int | BackendError] = [0] * len(keys)
-            whole: list[tuple[int, Place]] = []  # the number of a frame that is here and fits, and where it lies
+            whole: list[tuple[int, Place]] = []  # the number of a frame that is here and fits, and its place
             for i, (key, view) in enumerate(zip(keys, into, strict=True)):
                 place = self._held.get(key)
                 if place is not None and place.nbytes <= len(view):
@@ -109,7 +109,15 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
                 self._release(list(unused.values()))
             return [_of_place(place, error) if error else None for place, error in zip(places, failures, strict=True)]
 
+    remains = "frames that were evicted before lie in the slabs until their places are used again"
+
     def delete(self, keys: Sequence[ChunkKey]) -> None:
+        self._delete(keys, lambda place: place.slab.clear(place))
+
+    def erase(self, keys: Sequence[ChunkKey]) -> None:
+        self._delete(keys, lambda place: place.slab.erase(place))
+
+    def _delete(self, keys: Sequence[ChunkKey], remove: Callable[[Place], None]) -> None:
         with self._errors():
             failures: list[OSError] = []
             for key in keys:
@@ -117,7 +125,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
                 if place is None:
                     continue
                 try:
-                    place.slab.clear(place)
+                    remove(place)
                 except OSError as error:  # it stays, and so do its bytes; the others are deleted
                     failures.append(error)
                     continue
@@ -166,7 +174,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
             slab.close()
 
     def _recover(self, longest: int) -> None:
-        """Index the frames that lie in the slabs, oldest first. Raises OSError."""
+        """Index the frames in the slabs, oldest first. Raises OSError."""
         found = [each for slab in self._slabs for each in slab.take_found()]
         found.sort(key=lambda pair: pair[0].order)
         self._order = found[-1][0].order + 1 if found else 0
@@ -188,7 +196,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         return outcomes
 
     def _must_answer(self, places: Sequence[Place], outcomes: Sequence[object]) -> None:
-        """Raise the OSError of a drive that fails as a whole, and not at single places."""
+        """Raise the OSError of a drive that fails as a whole, not only at single places."""
         for slab in self._slabs:
             its = [outcome for place, outcome in zip(places, outcomes, strict=True) if place.slab is slab]
             raise_if_store_failed(its, slab.folder)
@@ -208,9 +216,9 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         return places
 
     def _reserve_one(self, nbytes: int) -> Place | None:
-        """A place on the slab with most room, so that all drives have as much to do.
+        """A place on the slab with the most room, so that all drives have equal work.
 
-        But a frame that is shorter than most goes where it costs no place of a longer one.
+        But a frame that is shorter than most is placed where it does not cost the place of a longer one.
         """
 
         def cost(slab: Slab) -> tuple[int, int]:
@@ -224,7 +232,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
     def _remove_oldest_other(self, nbytes: int) -> None:
         with self._lock:
             if not self._others:
-                raise StoreFull(f"{self._paths}: no {nbytes} bytes in a row are free", missing=nbytes)
+                raise StoreFull(f"{self._paths}: no {nbytes} contiguous bytes are free", missing=nbytes)
             oldest = self._others.pop()
         _, place = oldest
         try:
@@ -236,7 +244,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         self._release([place])
 
     def _publish(self, key: ChunkKey, place: Place) -> OSError | None:
-        """From now on the frame is found, after a restart too, unless its record cannot be written."""
+        """Make the frame findable, after a restart too. Returns the error if its record cannot be written."""
         with self._lock:
             order, self._order = self._order, self._order + 1
         try:
@@ -247,12 +255,12 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         return None
 
     def _retire(self, places: Sequence[Place]) -> None:
-        """The drive answers, but did not take what was written there."""
+        """The drive answers, but did not accept what was written to these places."""
         with self._lock:
             self._retired += [(time.monotonic(), place) for place in places]
 
     def _try_retired_again(self) -> bool:
-        """Use places that were retired some time ago: the drive may have recovered. False if there are none."""
+        """Use places that were retired some time ago: the drive may have recovered. False if none is due."""
         until = time.monotonic() - _RETIRED
         with self._lock:
             due = [place for since, place in self._retired if since <= until]
@@ -301,7 +309,7 @@ def _keep_facts(folder: Folder, ours: Namespace, others: Collection[bytes]) -> N
 
 
 def _other_namespaces(folder: Folder, ours: Namespace) -> Iterator[Namespace]:
-    """The namespaces whose facts lie here, but for ours."""
+    """The namespaces whose facts are here, except ours."""
     for name, digest in _facts_in(folder):
         namespace = read_facts(folder, name)
         if namespace is not None and namespace.digest == digest != ours.digest:

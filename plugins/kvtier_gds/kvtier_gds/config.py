@@ -37,23 +37,23 @@ def _some_and_each_once(config: object, field: attrs.Attribute, paths: tuple[Pat
 class GdsConfig(BackendConfig):
     """Frames in preallocated files, one on each of several drives, that belong to one engine at a time.
 
-    When several engines share a configuration, each has folders of its own below these: ``replica-0`` and so on.
+    When several engines share a configuration, each has its own folders below these: ``replica-0`` and so on.
     """
 
     type: ClassVar[str] = "gds"
     medium: ClassVar[Medium] = Medium.DISK
     reads_packed: ClassVar[bool] = True
 
-    #: Folders, each on a drive of its own: the frames are spread over them.
+    #: Folders, each on its own drive; the frames are spread over them.
     paths: tuple[Path, ...] = attrs.field(validator=_some_and_each_once)
-    #: ``bounce``: frames pass through the slots of an arena. ``gds``: the engine's workers read them from the drive,
-    #: each into memory of its own, on a GPU into the GPU's where GPUDirect Storage is available, and copy them from
-    #: there into pages; stores pass through an arena all the same. ``auto``: ``gds`` where that is into a GPU's memory
-    #: and no slower than into the host's, else ``bounce``.
+    #: ``bounce``: frames pass through the slots of an arena. ``gds``: each of the engine's workers reads them from the
+    #: drive into its own memory, or its GPU's where GPUDirect Storage is available, and copies them from there into
+    #: pages; stores still pass through an arena. ``auto``: ``gds`` where workers can read into their GPU's memory, and
+    #: no slower than into the host's; else ``bounce``.
     mode: Literal["auto", "gds", "bounce"] = "auto"
-    direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system can
-    io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of frames at once (io_uring), or one after the other
-    #: Of memory, through which frames pass where no arena stands above this tier.
+    direct: Literal["auto", "on", "off"] = "auto"  #: bypass the page cache (O_DIRECT) where the file system supports it
+    io: Literal["auto", "io_uring", "calls"] = "auto"  #: a batch of frames at once (io_uring), or one after another
+    #: Memory through which frames pass if no arena is above this tier.
     staging: Nbytes = attrs.field(default=Nbytes(2 << 30), validator=attrs.validators.gt(Nbytes(0)))
 
     def staging_arena(self) -> tuple[ArenaConfig, Nbytes] | None:
@@ -75,7 +75,7 @@ class GdsConfig(BackendConfig):
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[BackendConfig]:
-        """Slabs in folders of their own on the same drives: another capacity would cut the files of this one."""
+        """Slabs in separate folders on the same drives: another capacity would truncate this tier's files."""
         name = f"conform-{secrets.token_hex(8)}"
         paths = tuple(path / name for path in self.paths)
         try:

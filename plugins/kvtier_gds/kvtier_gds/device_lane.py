@@ -1,4 +1,4 @@
-"""Slots in the memory of a worker's GPU, into which frames are read without passing through the host's.
+"""Slots in the memory of a worker's GPU, into which frames are read without passing through host memory.
 
 The GPU computes the checksums of payloads, the host verifies headers, and a kernel copies from the slots to the pages.
 """
@@ -14,17 +14,17 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Mover, PagedKVCache
 from kvtier_core.storekit.files import bounce
 from kvtier_core.transfer import cuda
-from kvtier_core.transfer.io_pool import run_within
 from kvtier_core.transfer.own_shard import FrameRange, OwnShard
 from kvtier_core.transfer.staged_reader import as_read, examined
 from kvtier_core.types import FRAME_HEADER_NBYTES, FrameRead, StoredFrame
+from kvtier_core.work.io_pool import run_within
 from kvtier_gds.device_reads import DeviceMemory, DeviceReads
 from kvtier_gds.slab import Extent
 from kvtier_gds.slab_files import SlabFiles
 
-#: Of the slots: as much as a drive delivers in 10 ms, beside which the pauses between two reads are short.
+#: Of the slots: as much as a drive delivers in 10 ms; compared with that, the pauses between two reads are short.
 _NBYTES = 64 << 20
-#: Of the samples with which two ways of reading are compared: as many as the slots take.
+#: Of the samples that compare the two ways of reading: as many as the slots hold.
 _COMPARED_NBYTES = _NBYTES
 _ROUNDS = 2  #: the best counts
 
@@ -33,7 +33,7 @@ class DeviceLane:
     """A `Lane` on the worker's GPU. Headers are read into the host's memory."""
 
     def __init__(self, files: SlabFiles, own: OwnShard, cache: PagedKVCache, timeout: float):
-        """Raises BackendError if that cannot be, or is not there within ``timeout`` seconds."""
+        """Raises BackendError if such a lane is impossible, or not ready within ``timeout`` seconds."""
         if not cache.device.startswith("cuda"):
             raise BackendError("the engine does not run on a GPU")
         self._files = files
@@ -48,7 +48,7 @@ class DeviceLane:
         outcome = run_within(lambda: DeviceReads(files.fds, self._memory), timeout)
         if outcome is None:
             files.leave_open()
-            raise BackendError(f"the driver that reads files into it did not answer for {timeout:g}s")
+            raise BackendError(f"the driver for reads into its GPU did not answer within {timeout:g}s")
         if outcome.error is not None:
             self.mover.close()
             raise BackendError(str(outcome.error)) from outcome.error
@@ -64,7 +64,7 @@ class DeviceLane:
         return examined(self._own, frames, headers, counts, checksums)
 
     def compare(self, samples: Sequence[Extent]) -> None:
-        """Raises BackendError if reads into the host's memory are faster. Of too few frames nothing is measured."""
+        """Raises BackendError if reads into the host's memory are faster. Too few frames are not measured."""
         if sum(extent.nbytes for extent in samples) < _COMPARED_NBYTES:
             return
         outcome = run_within(lambda: self._speeds(samples), self._timeout)
@@ -72,7 +72,7 @@ class DeviceLane:
             self._files.leave_open()
             raise BackendError(f"reads into its GPU and the host could not be compared within {self._timeout:g}s")
         on_gpu, in_host = outcome.value or (0.0, 0.0)
-        self._compared = f"{on_gpu / 1e9:.1f} GB/s, and {in_host / 1e9:.1f} into the host's"
+        self._compared = f"{on_gpu / 1e9:.1f} GB/s, against {in_host / 1e9:.1f} into the host's"
         if outcome.error is not None or on_gpu < in_host:
             why = outcome.error or f"slower: {self._compared}"
             self.close()
@@ -82,7 +82,7 @@ class DeviceLane:
         return {"read into": f"the GPU's memory{self._compared and f' ({self._compared})'}"}
 
     def close(self) -> None:
-        self._reads.close()  # it knows the memory
+        self._reads.close()  # it has the memory registered
         self.mover.close()
 
     def _read_headers(self, ranges: Sequence[FrameRange]) -> list[memoryview | BackendError]:
@@ -92,7 +92,7 @@ class DeviceLane:
         return as_read(into, self._files.read(ranges, into))
 
     def _read_payloads(self, extents: Sequence[Extent], into: Sequence[DeviceMemory]) -> list[int | BackendError]:
-        """As `SlabFiles.read_extents`, into the memory of the GPU. The bytes are there when this returns."""
+        """As `SlabFiles.read_extents`, into the GPU's memory. The bytes are there when this returns."""
         outcomes = self._reads.read(extents, into)
         return [
             self._read_aside(extent, outcome.error) if outcome.error else outcome.value
@@ -100,9 +100,9 @@ class DeviceLane:
         ]
 
     def _read_aside(self, extent: Extent, error: BaseException) -> int | BackendError:
-        """The answer for a frame with which a read into the GPU failed: what the host would read of it.
+        """The outcome for a frame that could not be read into the GPU: that of a read into the host's memory.
 
-        Raises BackendError if that is all of it: then the frame is good, and the way is not.
+        Raises BackendError if that reads all of it: then the frame is good, and the way into the GPU is not.
         """
         (count,) = self._files.read_extents([extent], [bounce(extent.nbytes)])
         if count == extent.nbytes:
@@ -110,7 +110,7 @@ class DeviceLane:
         return count
 
     def _speeds(self, samples: Sequence[Extent]) -> tuple[float, float]:
-        """Bytes a second into the memory of the GPU and of the host, in turn."""
+        """Bytes per second into the GPU's memory and into the host's, measured in turn."""
         room = min(_COMPARED_NBYTES, self._memory.nbytes)
         ends = [0, *accumulate(each.nbytes for each in samples)]
         ends = [end for end in ends if end <= room]
@@ -131,5 +131,5 @@ def _seconds(read: Callable[..., Sequence[int | BackendError]], extents: Sequenc
     begun = time.monotonic()
     counts = read(extents, into)
     if list(counts) != [extent.nbytes for extent in extents]:
-        raise BackendError("frames that exist cannot be read")
+        raise BackendError("existing frames cannot be read")
     return time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""Which bytes of a slab are free."""
+"""The free bytes of a slab."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 class Extents:
     """Hands out contiguous bytes, from the shortest free extent that is long enough.
 
-    Frames of one length, which is what an engine without a serializer writes, leave no gap that the next one does not
-    fill. Frames of varying lengths do, and then there may be no extent for a frame although as much is free.
+    Frames of one length, which an engine without a serializer writes, leave no gap that the next one does not fill.
+    Frames of varying lengths do: then there may be no extent for a frame although enough bytes are free.
     """
 
     def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()):
-        """``taken`` has place and length of what is in use, in order; no two overlap."""
+        """``taken`` has the place and length of each extent in use, in order; no two overlap."""
         self.free = 0  #: bytes that are not taken
         self._nbytes_at: dict[int, int] = {}  # of the free extents: where each begins, and its length
         self._start_of: dict[int, int] = {}  # where each ends, and where it begins
@@ -27,7 +27,7 @@ class Extents:
         self._add(end, nbytes - end)
 
     def take(self, nbytes: int) -> int | None:
-        """Where so many bytes were free, which are taken from now on; None if there is no such place."""
+        """Take ``nbytes`` contiguous free bytes. Returns where they begin; None if there are none."""
         i = bisect.bisect_left(self._lengths, nbytes)
         if i == len(self._lengths):
             return None
@@ -38,7 +38,7 @@ class Extents:
         return at
 
     def give(self, at: int, nbytes: int) -> None:
-        """These bytes are free again, and one with the free ones beside them."""
+        """Free these bytes, and merge them with the free ones beside them."""
         end = at + nbytes
         if (before := self._start_of.get(at)) is not None:
             self._remove(before)

@@ -37,11 +37,11 @@ def _open_lanes(
     device_only: bool,
     timeout: float,
 ) -> list[Lane]:
-    """On the GPU if files can be read into its memory, else in the host's. ``cache`` is that of the slots.
+    """Lanes on the GPU if files can be read into its memory, else in the host's. ``cache`` is that of the slots.
 
-    ``device_only``: workers are to read by themselves only where that is into a GPU's memory, and no slower than into
-    the host's, which ``samples`` of frames tell. A read or a driver that does not answer for ``timeout`` seconds has
-    failed. Raises BackendError if the pages cannot be reached, or if workers are not to read by themselves.
+    ``device_only``: workers read by themselves only if they can read into a GPU's memory, and ``samples`` of frames
+    show that this is no slower than into the host's. A read or a driver that does not answer for ``timeout`` seconds
+    has failed. Raises BackendError if the pages cannot be reached, or if workers are not to read by themselves.
     """
     try:
         lane = DeviceLane(files, own, cache, timeout)

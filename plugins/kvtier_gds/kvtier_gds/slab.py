@@ -12,6 +12,7 @@ from typing import NamedTuple, Self, cast
 
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.disk_access import FULL, PROBE, effective_access, new_file, remove_probes
+from kvtier_core.storekit.files import bounce, write_files
 from kvtier_core.storekit.folder import Folder
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.transfer.own_shard import FrameRange
@@ -22,7 +23,7 @@ from kvtier_gds.table import RECORD_NBYTES, Record, Table, without_overlaps
 FRAMES = "kvtier.slab"
 TABLE = "kvtier.table"
 
-#: The file system has no way to give a file its blocks before they are written.
+#: Errors of a file system that cannot allocate the blocks of a file before they are written.
 _CANNOT = {errno.EOPNOTSUPP, errno.ENOSYS}
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
@@ -38,13 +39,13 @@ class Extent(NamedTuple):
 
     @classmethod
     def of(cls, some: FrameRange) -> Self:
-        """Where these bytes of a frame lie."""
+        """The place of these bytes of a frame."""
         slab, at = cast(tuple[int, int], some.frame.location.place)
         return cls(slab, at + some.offset, some.nbytes)
 
 
 class Place(NamedTuple):
-    """Where a frame lies, or will."""
+    """Where a frame is, or will be."""
 
     slab: Slab
     entry: int  #: in the slab's table
@@ -58,8 +59,8 @@ class Slab:
     def __init__(self, path: Path, nbytes: int, frame_nbytes: int, *, direct: str, io: str, checking: bool = False):
         """Make or open the slab in this folder, with room for ``nbytes``, in frames of mostly ``frame_nbytes``.
 
-        Frames that lie beyond are dropped. With ``checking`` the files have no names, and nothing is allocated.
-        Raises BackendError, too.
+        Frames beyond that room are dropped. With ``checking`` the files have no names, and nothing is allocated. Also
+        raises BackendError.
         """
         self.path = path
         self._lock = FolderLock(path)
@@ -97,12 +98,12 @@ class Slab:
         return [str(self.path), status.st_dev, status.st_ino, self.direct, self.ring]
 
     def take_found(self) -> list[tuple[Record, Place]]:
-        """The frames that lay here at the start, and where; once."""
+        """The frames that were here at the start, and their places; only the first call returns them."""
         found, self._found = self._found, {}
         return [(record, Place(self, entry, record.at, record.nbytes)) for entry, record in found.items()]
 
     def reserve(self, nbytes: int) -> Place | None:
-        """A place for a frame; None if there is none that is long enough."""
+        """A place for a frame; None if no free extent is long enough."""
         at = self._extents.take(nbytes)
         if at is None:
             return None
@@ -112,24 +113,29 @@ class Slab:
         return Place(self, self._entries - 1, at, nbytes)
 
     def release(self, place: Place) -> None:
-        """The place is free again; its record is cleared, or was never written."""
+        """Free the place again; its record is cleared, or was never written."""
         self._extents.give(place.at, place.nbytes)
         self._free_entries.append(place.entry)
 
     def publish(self, place: Place, record: Record) -> None:
-        """The frame at this place is whole: after a restart it is found."""
+        """Record that the frame at this place is whole: it is found after a restart."""
         self._table.put(place.entry, record)
 
     def clear(self, place: Place) -> None:
         """The frame at this place is no longer found, not even after a restart."""
         self._table.clear(place.entry)
 
+    def erase(self, place: Place) -> None:
+        """As `clear`, after overwriting the place with zeros."""
+        write_files([self.fd], [bounce(place.nbytes)], ring=self.ring, direct=self.direct, at=[place.at])
+        self.clear(place)
+
     def close(self) -> None:
         """Close the files and unlock the folder. May be called twice."""
         self._closing.close()
 
     def _recover(self, nbytes: int) -> dict[int, Record]:
-        """The frames that lie here. What else the table names is cleared, before its place is used."""
+        """The frames that are here. Other records in the table are cleared before their places are used."""
         found = self._table.records()
         kept = without_overlaps(found.items(), min(nbytes, os.fstat(self.fd).st_size))
         for entry in found.keys() - kept.keys():
@@ -137,7 +143,7 @@ class Slab:
         return kept
 
     def _resize(self, fd: int, nbytes: int) -> bool:
-        """Give a file of the slab this length, and its blocks. False if this file system cannot do the latter.
+        """Give a file of the slab this length and its blocks. Returns False if this file system cannot allocate blocks.
 
         Raises BackendError if there is no room; then the file is as it was.
         """
@@ -160,12 +166,12 @@ class Slab:
             raise self._too_large(nbytes, f"it has {Nbytes(room)}")
 
     def _too_large(self, nbytes: int, why: str) -> BackendError:
-        why = f"{Nbytes(nbytes)} do not fit on this file system ({why})"
-        return BackendError(f"{self.path}: {why}; make room there, or write a smaller capacity")
+        why = f"{Nbytes(nbytes)} does not fit on this file system ({why})"
+        return BackendError(f"{self.path}: {why}; free some space there, or lower the capacity")
 
 
 def _nameless(folder: Folder, name: str, flags: int) -> int:
-    """A descriptor of a new file, which ends with it."""
+    """A descriptor of a new file, which is gone when it is closed."""
     name = f"{PROBE}-{secrets.token_hex(8)}-{name}"
     try:
         return new_file(folder, name, flags)
@@ -174,7 +180,7 @@ def _nameless(folder: Folder, name: str, flags: int) -> int:
 
 
 def _allocated(fd: int, nbytes: int) -> bool:
-    """Not `os.posix_fallocate`: where the file system cannot it writes to every block, for minutes."""
+    """Not `os.posix_fallocate`: where the file system cannot allocate, that writes to every block, for minutes."""
     while nbytes and _fallocate(fd, 0, 0, nbytes):
         error = ctypes.get_errno()
         if error in _CANNOT:

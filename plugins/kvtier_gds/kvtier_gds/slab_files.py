@@ -77,5 +77,5 @@ def _open(undoing: contextlib.ExitStack, path: str, device: int, inode: int, dir
         undoing.callback(os.close, fd)
         status = os.fstat(fd)
     if (status.st_dev, status.st_ino) != (device, inode):
-        raise BackendError(f"{path}: another file has taken the place of the slab; restart the engine")
+        raise BackendError(f"{path}: another file has replaced the slab; restart the engine")
     return _File(folder, fd, direct, ring)

@@ -1,8 +1,8 @@
-"""The table of a slab: which frames lie where in it. It alone says what is there after a restart. Raises OSError.
+"""The table of a slab: which frames are where in it. It alone defines what is there after a restart. Raises OSError.
 
-A record is written when its frame is whole, and cleared before the frame's place is used again. It lies within one
-page, so that a kill leaves it as it was or as it will be. What a power cut makes of it is refused by its checksum, and
-a frame that is not the one that it names by the checksums of the frame.
+A record is written when its frame is whole, and cleared before the frame's place is used again. It is within one page,
+so that a kill leaves it as it was or as it will be. Its checksum reveals what a power cut did to it, and the checksums
+of a frame reveal that it is not the one that the record names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Record(NamedTuple):
 
     @classmethod
     def unpacked(cls, raw: bytes | memoryview, begin: int = 0) -> Record | None:
-        """The record that begins there; None if it is no record, or that of no possible frame."""
+        """The record that begins there; None if it is not a record, or not that of a possible frame."""
         magic, namespace, key, at, nbytes, order, checksum = _RECORD.unpack_from(raw, begin)
         if magic != _MAGIC or checksum != zlib.crc32(raw[begin : begin + _FIELDS.size]):
             return None
@@ -54,14 +54,14 @@ class Record(NamedTuple):
 
 
 class Table:
-    """A file of records. An entry is the number of one; several threads may use different entries at once."""
+    """A file of records. An entry is a record's number; several threads may use different entries at the same time."""
 
     def __init__(self, fd: int):
         """``fd`` is open for reading and writing, and stays the caller's."""
         self._fd = fd
 
     def records(self) -> dict[int, Record]:
-        """All records by their entries. What is no record is a free entry."""
+        """All records by their entries. An entry without a valid record is free."""
         found: dict[int, Record] = {}
         first = 0
         while raw := os.pread(self._fd, _READ_NBYTES, first * RECORD_NBYTES):
@@ -77,7 +77,7 @@ class Table:
         self._write(entry, record.packed())
 
     def clear(self, entry: int) -> None:
-        """From now on this entry names nothing."""
+        """Clear this entry: it no longer names a frame."""
         self._write(entry, bytes(RECORD_NBYTES))
 
     def _write(self, entry: int, raw: bytes) -> None:
@@ -86,9 +86,9 @@ class Table:
 
 
 def without_overlaps(records: Iterable[tuple[int, Record]], nbytes: int) -> dict[int, Record]:
-    """The records, by place, that lie within ``nbytes`` and do not overlap: of two that do, the newer one.
+    """The records within ``nbytes`` that do not overlap, in order of place: of two that overlap, the newer one.
 
-    Only a power cut leaves two, where the table reached the disk in part.
+    Only a power cut leaves two, if only part of the table reached the disk.
     """
     kept: list[tuple[int, Record]] = []
     for entry, record in sorted(records, key=lambda pair: pair[1].at):

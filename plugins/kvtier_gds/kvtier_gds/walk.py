@@ -32,7 +32,7 @@ def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
 
 
 def _listed(path: Path, closing: contextlib.ExitStack) -> list[_Listed]:
-    """The frames of the slab, whose files stay open, and whose folder locked, until ``closing`` closes."""
+    """The frames of the slab; its files stay open, and its folder locked, until ``closing`` closes."""
     lock = FolderLock(path)
     folder = lock.take()
     closing.callback(lock.release)

@@ -13,11 +13,11 @@ from patience import HANG
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend
-from kvtier_core.testing.samples import make_context, make_frame, make_layout, make_namespace
 from kvtier_core.types import ChunkKey
 from kvtier_gds.config import GdsConfig
 from kvtier_gds.slab_files import SlabFiles
 from kvtier_gds.table import Record, Table
+from kvtier_testing.samples import make_context, make_frame, make_layout, make_namespace
 
 NBYTES = make_layout().frame_nbytes
 

@@ -19,13 +19,13 @@ from slabs import NBYTES, dies, held, open_slabs, place_of, read, records, whole
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.format import verify
-from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_gds import plugin, slab
 from kvtier_gds.config import GdsConfig
 from kvtier_gds.device_reads import gpudirect
 from kvtier_gds.extents import Extents
 from kvtier_gds.table import RECORD_NBYTES, Table
+from kvtier_testing.samples import make_context, make_frame, make_keys, make_namespace
 
 KEYS = make_keys(16)
 
@@ -49,7 +49,7 @@ def test_paths_that_make_no_sense(tmp_path, names):
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_all_blocks_are_there_from_the_start_and_nobody_else_may_look(three):
+def test_all_blocks_are_there_from_the_start_and_no_other_user_may_look(three):
     backend = open_slabs(*three, frames=8)
     files = [path / "kvtier.slab" for path in three]
     assert [file.stat().st_size for file in files] == [3 * NBYTES, 3 * NBYTES, 2 * NBYTES]
@@ -117,7 +117,7 @@ def test_other_files_are_left_alone(tmp_path):
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv").chmod(0o770)
-    with pytest.raises(BackendError, match="others may write to it"):
+    with pytest.raises(BackendError, match="others can write to it"):
         open_slabs(tmp_path / "kv")
 
 
@@ -319,7 +319,7 @@ def test_of_two_records_of_a_key_the_newer_counts(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"at": 1 << 40}, {"at": 7}, {"nbytes": 0}, {"nbytes": 1 << 40}])
-def test_a_record_of_no_possible_frame_is_none(tmp_path, changes):
+def test_a_record_of_an_impossible_frame_is_ignored(tmp_path, changes):
     backend = open_slabs(tmp_path)
     write(backend, *KEYS[:2])
     backend.close()
@@ -388,7 +388,7 @@ def test_files_that_are_removed_are_used_until_the_end(tmp_path):
 def test_the_capacity_to_the_last_frame_however_it_is_divided(three):
     backend = open_slabs(*three, frames=8)
     write(backend, *KEYS[:8])
-    with pytest.raises(StoreFull, match="no 49152 bytes in a row are free") as full:
+    with pytest.raises(StoreFull, match="no 49152 contiguous bytes are free") as full:
         write(backend, KEYS[8])
     assert full.value.missing == NBYTES
     backend.delete([KEYS[3]])
@@ -430,7 +430,7 @@ def test_frames_of_others_leave_for_what_has_no_room_oldest_first(three):
     theirs.close()
 
 
-def test_a_smaller_capacity_drops_what_lies_beyond_and_a_larger_one_nothing(tmp_path):
+def test_a_smaller_capacity_drops_what_is_beyond_it_and_a_larger_one_nothing(tmp_path):
     backend = open_slabs(tmp_path, frames=4)
     write(backend, *KEYS[:4])
     backend.close()
@@ -451,7 +451,7 @@ def test_a_capacity_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
         backend = open_slabs(path, frames=4)
         write(backend, *KEYS[:4])
         backend.close()
-        with pytest.raises(BackendError, match="do not fit on this file system .*; make room there"):
+        with pytest.raises(BackendError, match="does not fit on this file system .*; free some space there"):
             open_slabs(path, frames=1000)
         backend = open_slabs(path, frames=4)
         assert all(whole(backend, key) for key in KEYS[:4])

@@ -6,7 +6,7 @@ import pytest
 from slabs import held, open_slabs, place_of, whole, write
 
 from kvtier_core.cli import main
-from kvtier_core.testing.samples import make_keys
+from kvtier_testing.samples import make_keys
 
 TORN, SWAPPED, *GOOD = make_keys(6)
 

@@ -3,8 +3,8 @@
 import pytest
 from slabs import place_of
 
-from kvtier_core.testing import BackendLaws
 from kvtier_gds.config import GdsConfig
+from kvtier_testing import BackendLaws
 
 
 class Slabs(BackendLaws):

@@ -12,10 +12,10 @@ from slabs import NBYTES, dies, files_of, open_slabs, write
 
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.files import bounce
-from kvtier_core.testing.samples import make_frame, make_keys
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_gds.device_reads import DeviceMemory, DeviceReads
 from kvtier_gds.slab import Extent
+from kvtier_testing.samples import make_frame, make_keys
 
 KEYS = make_keys(12)
 
@@ -105,7 +105,7 @@ def test_another_file_in_the_place_of_a_slab_is_refused(tmp_path):
     os.rename(tmp_path / "kvtier.slab", tmp_path / "moved")
     (tmp_path / "kvtier.slab").write_bytes(bytes(NBYTES))
     (tmp_path / "kvtier.slab").chmod(0o600)
-    with pytest.raises(BackendError, match="another file has taken the place of the slab"):
+    with pytest.raises(BackendError, match="another file has replaced the slab"):
         files_of(backend)
     backend.close()
 

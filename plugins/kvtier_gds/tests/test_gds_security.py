@@ -8,7 +8,7 @@ import pytest
 from slabs import files_of, open_slabs, whole, write
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import make_key
+from kvtier_testing.samples import make_key
 
 KEY = make_key(0)
 STRANGER = 12345
@@ -44,7 +44,7 @@ def plant(folder, name):
 def test_a_sticky_folder_is_refused_whatever_a_stranger_put_there(folder, name):
     """Nobody else may replace files in it, but anybody may make those that the tier has not made yet."""
     planted = plant(folder, name)
-    with pytest.raises(BackendError, match=f"{folder}: others may write to it; name a folder in it"):
+    with pytest.raises(BackendError, match=f"{folder}: others can write to it; name a folder in it"):
         open_slabs(folder)
     assert os.listdir(folder) == [name]
     assert os.fstat(planted).st_size == 0
@@ -56,7 +56,7 @@ def test_a_sticky_folder_is_refused_whatever_a_stranger_put_there(folder, name):
 def test_a_strangers_file_is_not_adopted_when_the_folder_is_closed_to_others(folder, name):
     planted = plant(folder, name)
     folder.chmod(0o700)
-    with pytest.raises(BackendError, match=f"{folder}/{name}: a file of user {STRANGER}; .*remove it"):
+    with pytest.raises(BackendError, match=f"{folder}/{name}: owned by user {STRANGER}; .*remove it"):
         open_slabs(folder)
     assert os.fstat(planted).st_size == 0
     os.close(planted)
@@ -80,10 +80,10 @@ def open_to_others(path, mode):
 @pytest.mark.parametrize(
     ("spoil", "mode", "why"),
     [
-        (another_name, 0, "the file has another name"),
-        (open_to_others, 0o660, "others may read or write it; .*chmod go-rwx"),
-        (open_to_others, 0o604, "others may read or write it; .*chmod go-rwx"),
-        (lambda path, mode: os.mkfifo(path, mode), 0o600, "a pipe where only a file should be"),
+        (another_name, 0, "the file has another hard link"),
+        (open_to_others, 0o660, "others can read or write it; .*chmod go-rwx"),
+        (open_to_others, 0o604, "others can read or write it; .*chmod go-rwx"),
+        (lambda path, mode: os.mkfifo(path, mode), 0o600, "a pipe where a file is expected"),
     ],
     ids=["linked", "writable", "readable", "pipe"],
 )
@@ -101,6 +101,6 @@ def test_a_worker_reads_no_slab_that_others_may_write_to(tmp_path):
     write(backend, KEY)
     files_of(backend).close()
     (tmp_path / "kvtier.slab").chmod(0o602)
-    with pytest.raises(BackendError, match="others may read or write it"):
+    with pytest.raises(BackendError, match="others can read or write it"):
         files_of(backend)
     backend.close()

@@ -11,7 +11,7 @@ from slabs import NBYTES, open_slabs, read, whole, write
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.frames.format import verify
-from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
+from kvtier_testing.samples import make_frame, make_keys, make_namespace
 
 OLD, NEW = make_keys(16)[:8], make_keys(16)[8:]
 
@@ -34,7 +34,7 @@ def backend(disk, direct):
 
 
 @each_way
-def test_a_disk_that_others_fill_is_none_of_our_trouble(disk, backend):
+def test_the_tier_has_its_space_on_a_disk_that_others_fill(disk, backend):
     """All that the tier will ever need is its own from the start."""
     disk.fill()
     write(backend, *NEW)

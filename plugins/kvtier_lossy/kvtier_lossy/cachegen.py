@@ -1,23 +1,23 @@
-"""`serializer: cachegen`: differences between tokens, quantized by layer and entropy-coded, as Y. Liu et al. have it,
-"CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", SIGCOMM 2024.
+"""`serializer: cachegen`: differences between tokens, quantized by layer and entropy-coded, as described by Y. Liu et
+al., "CacheGen: KV Cache Compression and Streaming for Fast Large Language Model Serving", SIGCOMM 2024.
 
-Every ``anchors``-th token of a chunk, the first one included, is an anchor: an integer of eight bits for each of its
-elements, times a scale of the channel. Of the tokens up to the next anchor the differences to it, as it decodes, are
+Every ``anchors``-th token of a chunk, including the first, is an anchor: each of its elements is an integer of eight
+bits times a scale of the channel. For the tokens up to the next anchor, the differences to the decoded anchor are
 quantized: integers from -n to n, times a second scale of the channel. n is ``levels`` in the first third of the model's
-layers, to which answers are most sensitive, two thirds of it in the second, and half of it in the last. An element is
-off by at most half of its scale, and by its rounding to the type.
+layers, to which answers are most sensitive, two thirds of that in the second, and half of it in the last. An element is
+off by at most half of its scale, plus its rounding to the type.
 
-The integers of the differences are coded by their frequencies, as `rans.py` says. A channel of a layer has the one of
-32 tables that suits it, which takes a byte: in a chunk of some hundred tokens counted frequencies would take more than
-they save.
+The integers of the differences are coded by their frequencies, as `rans.py` explains. Each channel of a layer uses the
+best of 32 tables, whose number takes a byte: in a chunk of a few hundred tokens, counted frequencies would take more
+than they save.
 
-The encoded form, integers little-endian; a *channel* is one of one head, and they come half after half, head by head:
+The encoded form, integers little-endian; a *channel* is that of one head; they come half after half, head by head:
 
   the header of `coding.py`
-  of each channel the scale of anchors: 2 bytes, the upper half of a float32
-  of each channel the scale of differences: the same
-  of each channel the number of its table: 1 byte
-  the anchors, token after token, of each channel a byte
+  for each channel, the scale of anchors: 2 bytes, the upper half of a float32
+  for each channel, the scale of differences: the same
+  for each channel, the number of its table: 1 byte
+  the anchors, token after token, one byte for each channel
   the state of each stream: 4 bytes
   the words of all streams: 2 bytes each
 """
@@ -40,7 +40,7 @@ _GREATEST = 127  #: integer of an anchor
 
 
 class _Form:
-    """The channels and the tokens of a payload, and where its encoded form has what."""
+    """The channels and the tokens of a payload, and where the parts of its encoded form begin."""
 
     def __init__(self, halves: tuple[Half, ...], anchors: int):
         self.halves = halves
@@ -66,7 +66,7 @@ class Cachegen(Serializer):
     """Keeps nothing between calls."""
 
     def __init__(self, name: str, halves: Mapping[int, tuple[Half, ...]], anchors: int, levels: int):
-        """Raises ConfigError if layers of one frame have different numbers of tokens, or one."""
+        """Raises ConfigError if layers of one frame have different numbers of tokens, or only one."""
         for each in halves.values():
             if len({half.length(BLOCKS) * half.length(TOKENS) for half in each}) > 1:
                 raise refusal(name, "its layers have different numbers of tokens in a chunk")
@@ -106,7 +106,7 @@ class Cachegen(Serializer):
         check_header(self._name, encoded, into)
         form = of_payload(self._name, self._forms, into)
         if len(encoded) < form.begins[-1] or (len(encoded) - form.begins[-1]) % 2:
-            raise BackendError(f"{self._name}: {len(encoded)} bytes encode no payload of {len(into)}")
+            raise BackendError(f"{self._name}: {len(encoded)} encoded bytes do not match a payload of {len(into)}")
         parts = iter(np.split(np.frombuffer(encoded, np.uint8), form.begins))
         next(parts)  # the header
         scales = np.stack([_upper_half(next(parts)), _upper_half(next(parts))])
@@ -116,7 +116,7 @@ class Cachegen(Serializer):
             states, words = next(parts).view("<u4"), next(parts).view("<u2")
             symbols = rans.decode(states, words, tables, form.steps, self._tables)
         if symbols is None:
-            raise BackendError(f"{self._name}: its streams do not end where they should")
+            raise BackendError(f"{self._name}: its streams end at the wrong place")
         with np.errstate(all="ignore"):  # of damaged scales
             for half, share in zip(form.halves, form.shares, strict=True):
                 decoded = anchors[:, share] * scales[0, share]
@@ -128,7 +128,7 @@ class Cachegen(Serializer):
 
 
 def _quantized(numbers: Floats, greatest: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int8], Floats]:
-    """Of each column a scale, rounded up to its upper half; the integers; and what these decode to."""
+    """For each column, a scale, rounded up to its upper half; the integers; and what they decode to."""
     scales = np.maximum(numbers.max(0), -numbers.min(0)) / np.float32(greatest)
     scales[scales < LEAST] = 0
     upper = (scales.view(np.uint32) + 0xFFFF >> 16).astype(np.uint16)
@@ -139,7 +139,7 @@ def _quantized(numbers: Floats, greatest: int) -> tuple[npt.NDArray[np.uint16], 
 
 
 def _upper_half(upper: Raw) -> Floats:
-    """Of these bytes, or numbers, the float32 of which each is the upper half."""
+    """The float32 numbers whose upper halves are these bytes, or numbers."""
     return (upper.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 

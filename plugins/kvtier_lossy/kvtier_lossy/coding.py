@@ -1,4 +1,4 @@
-"""A serializer that encodes half after half, where each code has a length of its own that is known beforehand.
+"""A serializer that encodes half after half; the length of each code is known beforehand.
 
 The encoded form, integers little-endian:
 
@@ -40,7 +40,7 @@ class HalfByHalf(Serializer):
         self._group = group
         for channels in {half.length(CHANNELS) for each in self._halves.values() for half in each}:
             if channels % group:
-                raise refusal(name, f"{channels} channels are no groups of {group}")
+                raise refusal(name, f"{channels} channels are not a multiple of {group}")
 
     @abc.abstractmethod
     def _nbytes(self, half: Half) -> int:
@@ -69,14 +69,14 @@ class HalfByHalf(Serializer):
         check_header(self._name, encoded, into)
         nbytes = HEADER.size + sum(map(self._nbytes, of_payload(self._name, self._halves, into)))
         if len(encoded) != nbytes:
-            raise BackendError(f"{self._name}: {len(encoded)} bytes encode no payload of {len(into)}")
+            raise BackendError(f"{self._name}: {len(encoded)} encoded bytes do not match a payload of {len(into)}")
         with np.errstate(all="ignore"):  # of damaged scales
             for half, code in self._codes(into, encoded):
                 self._decode(half, code, half.in_payload(into))
         return len(into)
 
     def _codes(self, payload: memoryview, encoded: memoryview) -> Iterator[tuple[Half, Codes]]:
-        """Each half of a payload, and where its code lies."""
+        """Each half of a payload, and its code."""
         begin = HEADER.size
         for half in of_payload(self._name, self._halves, payload):
             nbytes = self._nbytes(half)
@@ -94,4 +94,4 @@ def of_payload(name: str, by_nbytes: Mapping[int, T], payload: memoryview) -> T:
 def check_header(name: str, encoded: memoryview, payload: memoryview) -> None:
     """Raises BackendError unless a payload of this length is encoded there."""
     if len(encoded) < HEADER.size or HEADER.unpack_from(encoded) != (MAGIC, len(payload)):
-        raise BackendError(f"{name}: this encodes no payload of {len(payload)} bytes")
+        raise BackendError(f"{name}: encoded data does not match a payload of {len(payload)} bytes")

@@ -40,13 +40,13 @@ class Fp8Config(_ScaledConfig):
 
 @attrs.frozen
 class KiviConfig(SerializerConfig):
-    """A quarter of the bytes of 16-bit KV or less, in groups from the least to the greatest element."""
+    """A quarter of the bytes of 16-bit KV or less, as levels between the least and the greatest element of a group."""
 
     type: ClassVar[str] = "kivi"
     lossless: ClassVar[bool] = False
 
     bits: Literal[2, 4] = 4  #: of an element
-    #: Of keys the tokens, and of values the channels, that share a range; it must divide the channels of a head.
+    #: The tokens of keys, and the channels of values, that share a range; it must divide the channels of a head.
     group: int = attrs.field(default=32, validator=ge(4))
     residual: int = attrs.field(default=32, validator=ge(0))  #: tokens at the end of a chunk that are kept as they are
 
@@ -62,15 +62,15 @@ class KiviConfig(SerializerConfig):
 
 @attrs.frozen
 class CachegenConfig(SerializerConfig):
-    """A few bits for an element: differences to an anchor token, quantized by layer and coded by their frequencies."""
+    """A few bits per element: differences to an anchor token, quantized by layer and coded by their frequencies."""
 
     type: ClassVar[str] = "cachegen"
     lossless: ClassVar[bool] = False
     typical_ratio: ClassVar[float] = 3.0
 
-    anchors: int = attrs.field(default=10, validator=ge(2))  #: one token in so many is an anchor
-    #: Levels of a difference on either side of zero in the first third of the layers; in the second two thirds of
-    #: them, in the last half.
+    anchors: int = attrs.field(default=10, validator=ge(2))  #: every ``anchors``-th token is an anchor
+    #: Levels of a difference on either side of zero in the first third of the layers; two thirds of them in the second
+    #: third, half of them in the last.
     levels: int = attrs.field(default=24, validator=[ge(4), le(120)])
 
     def open(self, ctx: OpenContext) -> Serializer:

@@ -1,9 +1,8 @@
-"""The keys and the values in a payload, as arrays of numpy: what every lossy codec encodes, one after the other.
+"""The keys and the values in a payload, as numpy arrays: every lossy codec encodes them one after another.
 
 A *half* is the keys or the values of one layer of one shard. Its array has the axes ``blocks``, ``heads``, ``tokens``
-and ``channels``: blocks first, the others in the order in which they lie in memory, outermost first, so that codes can
-be computed and written in one sweep. Only what codes are relative to (a scale, an anchor) needs to know which axis is
-which.
+and ``channels``: blocks first, the others in their order in memory, outermost first, so that codes can be computed and
+written in one sweep. Only what codes are relative to (a scale, an anchor) depends on which axis is which.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvtier_core.types import FRAME_HEADER_NBYTES
 
 BLOCKS, HEADS, TOKENS, CHANNELS = range(4)
 
-#: numpy has no bfloat16: its bits.
+#: numpy has no bfloat16: its bits are used.
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "bfloat16": np.dtype("<u2"),
     "float16": np.dtype("<f2"),
@@ -30,7 +29,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 #: Numbers are cut off here before they are encoded, so that no difference of two overflows a float32.
 LIMITS = {"bfloat16": 2.0**126, "float16": 65504.0, "float32": 2.0**126}
-#: What is smaller counts as zero where codes are relative to it: so nothing depends on how a machine treats subnormals.
+#: A scale below this counts as zero, so that nothing depends on how a machine treats subnormals.
 LEAST = np.float32(2.0**-100)
 
 Floats = npt.NDArray[np.float32]
@@ -39,7 +38,7 @@ Raw = npt.NDArray[Any]
 
 @attrs.frozen
 class Half:
-    """Where the keys or the values of one layer of one shard lie in a payload, and what they are."""
+    """The place and the form of the keys or the values of one layer of one shard in a payload."""
 
     dtype: str
     is_keys: bool
@@ -50,7 +49,7 @@ class Half:
     strides: tuple[int, ...]  #: bytes
 
     def axis(self, name: int) -> int:
-        """Which axis of the array BLOCKS, HEADS, TOKENS or CHANNELS is."""
+        """The axis of the array that is BLOCKS, HEADS, TOKENS or CHANNELS."""
         return self.order.index(name)
 
     def length(self, name: int) -> int:
@@ -84,7 +83,7 @@ class Half:
 
 
 def floats(raw: Raw, dtype: str) -> Floats:
-    """A copy as float32. NaN becomes 0, and what is beyond the limit of the dtype, infinities too, the limit."""
+    """A copy as float32. NaN becomes 0, and numbers beyond the limit of the dtype, infinities too, become the limit."""
     if dtype == "bfloat16":
         bits = raw.astype(np.uint32)
         bits <<= 16
@@ -100,7 +99,7 @@ def floats(raw: Raw, dtype: str) -> Floats:
 
 
 def put(numbers: Floats, raw: Raw, dtype: str) -> None:
-    """Write numbers as elements of this type, rounded to the nearest, and changes ``numbers``."""
+    """Write numbers as elements of this type, rounded to the nearest. Changes ``numbers``."""
     if dtype == "bfloat16":
         bits = numbers.view(np.uint32)
         odd = bits >> 16
@@ -117,8 +116,8 @@ def put(numbers: Floats, raw: Raw, dtype: str) -> None:
 def reduced(reduction: np.ufunc, numbers: Floats, axes: Iterable[int]) -> Floats:
     """The least or the greatest along these axes, each of which stays, with length 1.
 
-    `np.maximum.reduce` along a short last axis takes fifty times as long as along the first; halves of it are compared
-    as fast.
+    `np.maximum.reduce` along a short last axis takes fifty times as long as along the first; comparing its halves is as
+    fast.
     """
     for axis in sorted(axes):
         if axis < numbers.ndim - 1:
@@ -132,10 +131,10 @@ def reduced(reduction: np.ufunc, numbers: Floats, axes: Iterable[int]) -> Floats
 
 
 def halves_by_payload(codec: str, layout: ChunkLayout, *, depths: bool = False) -> dict[int, tuple[Half, ...]]:
-    """The halves of each payload of a layout, by its bytes: all that a serializer knows of the part that it gets.
+    """The halves of each payload of a layout, by its length: all that a serializer knows of its part.
 
-    With ``depths`` halves of layers at other places of the model are not alike. Raises ConfigError for a layout that
-    the codec cannot encode.
+    With ``depths``, halves of layers at different depths of the model differ. Raises ConfigError for a layout that the
+    codec cannot encode.
     """
     for group in layout.groups:
         if why := _why_not(group, depths):
@@ -144,30 +143,30 @@ def halves_by_payload(codec: str, layout: ChunkLayout, *, depths: bool = False) 
     for part in layout.parts:
         halves = tuple(_halves(layout, part, depths))
         if found.setdefault(part.payload_nbytes, halves) != halves:
-            raise refusal(codec, "the parts of a chunk are of one length, and not alike")
+            raise refusal(codec, "the parts of a chunk have the same length, but are not alike")
     return found
 
 
 def refusal(codec: str, why: str) -> ConfigError:
     """The codec cannot be used for this engine."""
-    hint = "without `serializer`, or with `serializer: packed`, every KV is stored"
-    return ConfigError([Problem("this engine", "serializer", f"{codec} cannot encode its KV: {why}", hint)])
+    hint = "omit `serializer`, or write `serializer: packed`, to store any KV"
+    return ConfigError([Problem("this engine", "$", f"{codec} cannot encode its KV: {why}", hint)])
 
 
 def _why_not(group: KVGroup, depths: bool) -> str:
     if group.dtype not in DTYPES:
-        return f"is in {group.dtype}, and it has a code for {', '.join(DTYPES)}"
+        return f"is in {group.dtype}, but it encodes only {', '.join(DTYPES)}"
     if len(group.elements) != 2:
-        return f"({group.needs}, {group.structure}) has pages in which it is not known where keys and values lie"
+        return f"({group.needs}, {group.structure}) has pages in which the place of keys and values is unknown"
     if depths and len(group.depths) != len(group.page_nbytes):
-        return "has layers of which it is not known how deep in the model they are"
+        return "has layers whose depth in the model is unknown"
     if any(nbytes != DTYPES[group.dtype].itemsize * _covered(group.elements) for nbytes in group.page_nbytes):
         return "has pages that are more than keys and values"
     return ""
 
 
 def _covered(elements: tuple[Elements, ...]) -> int:
-    """How many elements keys and values are, if they lie side by side and none twice; else none."""
+    """How many elements keys and values are, if they lie side by side without overlap; else 0."""
     places = np.concatenate([
         each.first
         + np.add.outer(

@@ -1,20 +1,20 @@
-"""`serializer: kivi`: two or four bits for an element, as Z. Liu et al. have it, "KIVI: A Tuning-Free Asymmetric 2bit
+"""`serializer: kivi`: two or four bits per element, as described by Z. Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit
 Quantization for KV Cache", ICML 2024.
 
 Keys are quantized per channel, in groups of tokens, because a few of their channels are large for all tokens; values
-per token, in groups of channels. Of each group the least and the greatest element are kept as they are, in the type of
-the payload; between them lie the levels, evenly spaced: each element is off by at most half of a step, and by its
-rounding to the type.
+per token, in groups of channels. The least and the greatest element of each group are kept as they are, in the type of
+the payload; the levels are evenly spaced between them: each element is off by at most half a step, plus its rounding to
+the type.
 
 KIVI keeps the most recent tokens of a sequence in full precision, and quantizes them when others have followed. What is
-stored here never changes, and no chunk knows what follows. But a sequence that is answered from chunks ends with what
-the engine computes itself: the tokens behind the last whole chunk, at least one. Before them lie the last tokens of
-that chunk. So of every chunk the last ``residual`` tokens are kept as they are, in whole pages, if they are no more
-than a quarter of it; where the next chunk is found too this costs room and gains nothing. ``residual: 0`` leaves it
-out.
+stored here never changes, and no chunk knows what follows. But a sequence that is answered from chunks ends with tokens
+that the engine computes itself: those after the last whole chunk, at least one. Just before them are the last tokens of
+that chunk. So the last ``residual`` tokens of every chunk are kept as they are, in whole pages, if they are no more
+than a quarter of it; where the next chunk is also found, this costs room and gains nothing. ``residual: 0`` turns it
+off.
 
 A group of tokens is as long as the option says, or the greatest common divisor of that and the tokens of a page: it
-never reaches over the end of a page.
+never crosses the end of a page.
 
 The code of a half (`coding.py` has the frame around it; all is in the order of the page):
 
@@ -39,7 +39,7 @@ from kvtier_lossy.halves import BLOCKS, CHANNELS, LEAST, TOKENS, Floats, Half, R
 
 
 class Kivi(HalfByHalf):
-    """Two or four bits for an element."""
+    """Two or four bits per element."""
 
     def __init__(self, name: str, layout: ChunkLayout, group: int, bits: int, residual: int):
         super().__init__(name, layout, group)
@@ -51,7 +51,7 @@ class Kivi(HalfByHalf):
         return self._extremes(coded) * half.itemsize + coded.count * self._bits // 8 + rest
 
     def _cut(self, half: Half) -> tuple[Half, int]:
-        """The blocks of a half that are quantized, and the bytes of those behind them, which are kept."""
+        """The blocks of a half that are quantized, and the bytes of those after them, which are kept as they are."""
         kept = -(-self._residual // half.length(TOKENS))
         if 4 * kept > half.length(BLOCKS):
             kept = 0
@@ -96,7 +96,7 @@ class Kivi(HalfByHalf):
         kept[...] = codes[len(codes) - rest :].view(kept.dtype).reshape(kept.shape)
 
     def _least_and_step(self, extremes: Floats, of_groups: tuple[int, ...]) -> tuple[Floats, Floats]:
-        """Of each group; the step of one whose elements are all alike is 0."""
+        """For each group; the step of a group of equal elements is 0."""
         least, step = extremes[0].reshape(of_groups), (extremes[1] - extremes[0]).reshape(of_groups)
         step /= np.float32(2**self._bits - 1)
         step[step < LEAST] = 0

@@ -1,13 +1,13 @@
 """Entropy coding of many streams side by side: rANS (J. Duda, "Asymmetric numeral systems", 2013), whose streams share
 one output as in F. Giesen, "Interleaved entropy coders", 2014.
 
-Each stream has a state of 32 bits, and all of them take their next symbol in the same step: so a step is a few
-operations of numpy. Where a state would overflow, its lower 16 bits become a word of the output. The decoder meets the
-words in the order of steps, and in a step in the order of streams; the encoder goes backwards.
+Each stream has a state of 32 bits, and all of them take their next symbol in the same step, so a step is a few
+operations of numpy. Where a state would overflow, its lower 16 bits become a word of the output. The decoder reads the
+words in the order of steps and, within a step, in the order of streams; the encoder works backwards.
 
-A symbol is an integer from ``-levels`` to ``levels``. Its frequency, of `TOTAL`, is that of one of `TABLES` tables,
+A symbol is an integer from ``-levels`` to ``levels``. Its frequency, out of `TOTAL`, is that of one of `TABLES` tables,
 each symmetric and falling from 0 outwards: half of them fall like a normal, the others like a Laplace distribution.
-They are made of products and quotients of floats alone, which every machine rounds alike.
+They are computed from products and quotients of floats only, which every machine rounds alike.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 _BITS = 12
 TOTAL = 1 << _BITS
-_LOW = 1 << 16  #: states are at least that, between two steps
+_LOW = 1 << 16  #: states are at least this, between two steps
 TABLES = 32
 _COST_OF_A_BIT = 64
-#: Symbols of a stream, at least: at its end a state takes 32 bits. But where there are fewer streams, each has one
-#: column, because a step takes a microsecond for each operation, however few they are.
+#: The least number of symbols in a stream, because its final state takes 32 bits; and the number of streams below which
+#: each has one column, because a step takes a microsecond for each operation, however few streams there are.
 _LONG, _MANY = 1024, 256
 
 Symbols = npt.NDArray[np.int8]
@@ -40,19 +40,19 @@ class Tables:
         of_tables = [_frequencies(number, levels) for number in range(TABLES)]
         frequencies = np.array(of_tables, np.uint32)
         begins = np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies
-        #: Of each symbol of each table: where its share of `TOTAL` begins, and 16 bits above that its frequency.
+        #: For each symbol of each table: where its share of `TOTAL` begins, and from bit 16 on its frequency.
         self.shares = (frequencies << 16 | begins).ravel()
         self.size = size
         slots = np.tile(np.arange(TOTAL, dtype=np.uint32), TABLES)
         symbol = np.repeat(np.tile(np.arange(size), TABLES), frequencies.ravel()).astype(np.uint32)
         of_symbol = np.repeat(self.shares, frequencies.ravel())
-        #: Of each slot of each table: the symbol, 8 bits above it the place in its share, 20 bits above its frequency.
+        #: For each slot of each table: the symbol, from bit 8 on the place in its share, from bit 20 on its frequency.
         self.slots = of_symbol >> 16 << 20 | slots - (of_symbol & 0xFFFF) << 8 | symbol
         costs = [[round(_COST_OF_A_BIT * (_BITS - math.log2(each))) for each in table[levels:]] for table in of_tables]
         self._costs = np.array(costs, np.int64).T
 
     def cheapest(self, symbols: Symbols) -> npt.NDArray[np.uint8]:
-        """Of each column the table with which its symbols take the fewest bits."""
+        """For each column, the table with which its symbols take the fewest bits."""
         columns = symbols.shape[1]
         bins = np.abs(symbols).astype(np.int64) + np.arange(columns) * (self.levels + 1)
         counts = np.bincount(bins.ravel(), minlength=columns * (self.levels + 1)).reshape(columns, -1)
@@ -60,9 +60,9 @@ class Tables:
 
 
 def _frequencies(number: int, levels: int) -> list[int]:
-    """Of each symbol, from -levels on; at least 1, and ``TOTAL`` together."""
+    """For each symbol, from -levels on; each at least 1, and ``TOTAL`` together."""
     kind, width = number % 2, number // 2
-    if kind == 0:  # each ratio of neighbours is by the same factor smaller than the one before
+    if kind == 0:  # each ratio of neighbours is smaller than the one before by the same factor
         variance = 0.1 * _power(1.7, width)
         factor = 2 * variance / (2 * variance + 1)
         weights = [1.0]
@@ -86,7 +86,7 @@ def _power(base: float, exponent: int) -> float:
 
 
 def streams(steps: int, columns: int) -> int:
-    """How many streams code so many columns of so many symbols: of some columns one after the other, to be long."""
+    """How many streams code ``columns`` columns of ``steps`` symbols: some take several in turn, to be long."""
     count = columns
     while count % 2 == 0 and count >= _MANY and steps * columns < _LONG * count:
         count //= 2

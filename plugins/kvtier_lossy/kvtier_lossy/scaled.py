@@ -1,7 +1,7 @@
 """`serializer: fp8` and `serializer: int8`: a number of eight bits for each element, times a scale.
 
 There is a scale for each head and for each group of channels, over all tokens of the chunk. The channels of keys differ
-a lot, and each is much the same for all tokens: one scale for all of them would spend the bits on the largest.
+a lot, but each varies little between tokens: one scale for all of them would spend the bits on the largest.
 
 The code of a half (`coding.py` has the frame around it):
 
@@ -11,7 +11,7 @@ The code of a half (`coding.py` has the frame around it):
 An element is its byte times the scale: a signed integer from -127 to 127, or a number of type E4M3 (P. Micikevicius et
 al., "FP8 Formats for Deep Learning", 2022): a sign, four bits of exponent with a bias of 7, three of mantissa. The
 largest element of a group is 127 or 448. An integer is off by at most half of the scale; E4M3 by a sixteenth of itself,
-or by 2 ** -10 of the scale if that is more. What lies midway is rounded away from zero in E4M3, to even in int8.
+or by 2 ** -10 of the scale if that is more. A number midway is rounded away from zero in E4M3, to even in int8.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAGNITUDES = np.array(
 
 
 class Scaled(HalfByHalf):
-    """What both have in common."""
+    """The part that both have in common."""
 
     greatest: float  #: number of the type
 
@@ -41,7 +41,7 @@ class Scaled(HalfByHalf):
 
     @abc.abstractmethod
     def _numbers(self, codes: Codes) -> Floats:
-        """The numbers of bytes, in an array of their own."""
+        """The numbers of bytes, in a new array."""
 
     def _nbytes(self, half: Half) -> int:
         return 4 * self._scales(half) + half.count
@@ -85,13 +85,13 @@ class Int8(Scaled):
 
 
 class Fp8(Scaled):
-    """E4M3, which has more for what is near zero."""
+    """E4M3, which has more numbers near zero."""
 
     greatest = 448.0
 
     def __init__(self, name: str, layout: ChunkLayout, group: int):
         super().__init__(name, layout, group)
-        # Whatever differs in the lower half of a float32 alone lies on the same side of every midpoint.
+        # Numbers that differ only in the lower half of a float32 lie on the same side of every midpoint.
         finite = np.minimum(np.arange(1 << 15, dtype=np.uint32), 0x7F7F)
         halfway = (finite << 16 | 0x8000).view(np.float32)
         codes = np.searchsorted((_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2, halfway).astype(np.uint8)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from lossy_layouts import CHANNELS, HEADS, keys_and_values, kv_like, make_kv_layout, numbers, payload_of
 
-from kvtier_core.testing import SerializerLaws
-from kvtier_core.testing.laws.serializers import encode, open_serializer
 from kvtier_lossy.config import CachegenConfig, Fp8Config, Int8Config, KiviConfig
+from kvtier_testing import SerializerLaws
+from kvtier_testing.laws.serializers import encode, open_serializer
 
 #: Of a number, what its rounding to bfloat16 takes or adds, and float32 before that.
 ROUNDED = 2.0**-8

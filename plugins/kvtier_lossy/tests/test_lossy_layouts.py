@@ -22,8 +22,8 @@ from lossy_layouts import (
 
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.layouts import ChunkLayout, Elements, KVKind, KVStructure
-from kvtier_core.testing.laws.serializers import decode, encode, open_serializer
 from kvtier_lossy.config import CachegenConfig, Fp8Config, Int8Config, KiviConfig
+from kvtier_testing.laws.serializers import decode, encode, open_serializer
 
 CODECS = [Int8Config(), Fp8Config(), KiviConfig(bits=2), KiviConfig(), KiviConfig(residual=16), CachegenConfig()]
 each_codec = pytest.mark.parametrize("config", CODECS, ids=lambda config: f"{config.type}-{CODECS.index(config)}")
@@ -114,7 +114,7 @@ def test_the_format_is_the_same_everywhere(config):
     assert digests == ENCODED[CODECS.index(config)]
 
 
-UNKNOWN = "has pages in which it is not known where keys and values lie"
+UNKNOWN = "has pages in which the place of keys and values is unknown"
 
 
 @each_codec
@@ -124,8 +124,8 @@ UNKNOWN = "has pages in which it is not known where keys and values lie"
         ({"structure": KVStructure.OPAQUE, "elements": ()}, f"(full attention, opaque) {UNKNOWN}"),
         ({"structure": KVStructure.MLA_LATENT, "elements": ()}, f"(full attention, MLA latent) {UNKNOWN}"),
         ({"kind": KVKind.STATE, "elements": ()}, f"(recurrent state, keys and values) {UNKNOWN}"),
-        ({"dtype": "uint8"}, "is in uint8, and it has a code for bfloat16, float16, float32"),
-        ({"dtype": "bfloat16 float32"}, "is in bfloat16 float32, and it has a code for bfloat16, float16, float32"),
+        ({"dtype": "uint8"}, "is in uint8, but it encodes only bfloat16, float16, float32"),
+        ({"dtype": "bfloat16 float32"}, "is in bfloat16 float32, but it encodes only bfloat16, float16, float32"),
         ({"page_nbytes": [8192, 8192, 8256]}, "has pages that are more than keys and values"),
         ({"elements": [Elements(*ORDERS["nhc"][0])] * 2}, "has pages that are more than keys and values"),
     ],
@@ -138,13 +138,13 @@ def test_a_layout_that_no_codec_knows_is_refused(config, change, why):
 
 
 def test_a_model_whose_layers_have_no_known_order_has_no_thirds():
-    with pytest.raises(ConfigError, match="not known how deep in the model they are"):
+    with pytest.raises(ConfigError, match="whose depth in the model is unknown"):
         open_serializer(CachegenConfig(), ChunkLayout([make_kv_group(depths=())], 4 * TOKENS))
 
 
 @pytest.mark.parametrize("config", [Int8Config(group=12), Fp8Config(group=64), KiviConfig(group=64)])
 def test_groups_must_divide_the_channels(config):
-    with pytest.raises(ConfigError, match=f"{CHANNELS} channels are no groups of {config.group}"):
+    with pytest.raises(ConfigError, match=f"{CHANNELS} channels are not a multiple of {config.group}"):
         open_serializer(config, make_kv_layout())
 
 
@@ -156,7 +156,7 @@ def test_parts_of_one_length_must_be_alike(config):
     payload = payload_of(kv_like())
     assert there_and_back(config, payload, ChunkLayout(like, 4 * TOKENS)) != payload
     other = [make_kv_group(), make_kv_group("nhc", **window)]
-    with pytest.raises(ConfigError, match="the parts of a chunk are of one length, and not alike"):
+    with pytest.raises(ConfigError, match="the parts of a chunk have the same length, but are not alike"):
         open_serializer(config, ChunkLayout(other, 4 * TOKENS))
 
 

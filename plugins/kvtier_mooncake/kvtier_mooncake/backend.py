@@ -12,10 +12,10 @@ from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 from kvtier_mooncake.client import KEYS, Client, NoClient
 from kvtier_mooncake.settings import MooncakeSettings
 
-_LANE_NBYTES = (32 << 20) + KEYS * FRAME_ALIGNMENT  # 32 MiB of frames, each with some bytes behind it
-# Mooncake answers with a code: 0 or a number of bytes, or a negative one.
+_LANE_NBYTES = (32 << 20) + KEYS * FRAME_ALIGNMENT  # 32 MiB of frames, each followed by some bytes
+# Mooncake answers with a code: 0, a number of bytes, or a negative number for an error.
 _NO_ROOM = -200
-_ILLEGAL_CLIENT = -601  # another one has begun to write the same key
+_ILLEGAL_CLIENT = -601  # another client has begun to write the same key
 _NOT_READY = -703
 _NOT_FOUND = -704
 #: There is no frame that fits into the view: nothing, one that is being written, or a longer one.
@@ -24,22 +24,22 @@ _MISSES = {_NOT_FOUND, _NOT_READY, -600}
 _OVERTAKEN = {_ILLEGAL_CLIENT, _NOT_READY, _NOT_FOUND}
 _OF_THE_STORE = {-900, -901}
 _WORDS = {
-    -101: "there is no segment",
-    _NO_ROOM: "there is no room",
+    -101: "segment not found",
+    _NO_ROOM: "no room",
     -706: "a reader has a lease",
     -707: "the lease ended before the frame had arrived",
     -708: "the frame is being copied",
-    -714: "a reader is at it",
-    -800: "the transfer failed: the client whose segment has the frame is gone, or hangs",
+    -714: "a reader is using it",
+    -800: "the transfer failed: the client whose segment has the frame is gone or hanging",
     -900: "the master cannot be reached",
     -901: "the master does not answer",
 }
 
 
 class MooncakeBackend(Backend):
-    """Each frame as an object, with some bytes behind it, fewer than a page, for which `client_process` has a reason.
+    """Each frame as an object, followed by some bytes, fewer than a page; `client_process` explains why.
 
-    `kvtier_mooncake.settings` says what the settings mean.
+    `kvtier_mooncake.settings` explains the settings.
     """
 
     shared = True
@@ -49,7 +49,7 @@ class MooncakeBackend(Backend):
         self._timeout = ctx.timeout
         self._home = f"{settings.prefix}/{home_of(ctx.namespace)}"
         self._capacity = ctx.capacity
-        self._trouble = ""  # with which it was opened
+        self._trouble = ""  # why the store did not answer when the tier was opened
         longest = max(ctx.max_frame_nbytes, ctx.layout.frame_nbytes) + FRAME_ALIGNMENT
         self._lane_nbytes = max(_LANE_NBYTES, -(-longest // FRAME_ALIGNMENT) * FRAME_ALIGNMENT)
         self._client = Client(settings, ctx.timeout, self._lane_nbytes)
@@ -59,7 +59,7 @@ class MooncakeBackend(Backend):
             self.close()
             raise
         except BackendError as error:
-            # A master that is down is a tier that rests; the engine is served by the others.
+            # If the master is down, the tier rests, and the other tiers serve the engine.
             self._trouble = str(error)
 
     # -- calls -------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class MooncakeBackend(Backend):
         self._client.close()
 
     def _in_parts(self, views: Sequence[memoryview]) -> Iterator[tuple[slice, list[int], list[int]]]:
-        """Views whose objects go through a lane at once; where each begins there, and the room that it has."""
+        """Views whose objects pass through a lane together; where each begins there, and the room that it has."""
         begins: list[int] = []
         rooms: list[int] = []
         for number, view in enumerate(views):
@@ -141,18 +141,18 @@ class MooncakeBackend(Backend):
 
 
 def _frame_nbytes(code: int, view: memoryview) -> int:
-    """The bytes of a frame, from those of its object; 0 if it is longer than its view."""
+    """The length of a frame, from that of its object; 0 if it is longer than its view."""
     nbytes = code - code % FRAME_ALIGNMENT if code > 0 else 0
     return nbytes if nbytes <= len(view) else 0
 
 
 def _error_of(where: str, code: int, nbytes: int = 0) -> BackendError:
-    """The meaning of a code, of a store ``where``; ``nbytes`` were to be written."""
+    """The error that a code of the store ``where`` means; ``nbytes`` were to be written."""
     why = f"{where}: {_WORDS.get(code, f'Mooncake answers {code}')}"
     return StoreFull(why, missing=nbytes) if code == _NO_ROOM else BackendError(why)
 
 
 def _raise_if_store_failed(where: str, codes: Sequence[int]) -> None:
-    """Raise if no key was served because the master was not."""
+    """Raise if no key was served because the store as a whole failed."""
     if codes and all(code in _OF_THE_STORE for code in codes):
         raise _error_of(where, codes[0])

@@ -1,4 +1,4 @@
-"""Mooncake's client in a process of its own, and the lanes by which the tier's threads reach it."""
+"""Mooncake's client in a process of its own, and the lanes through which the tier's threads reach it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_mooncake.settings import MooncakeSettings
 
-KEYS = 128  #: that one call names at most
+KEYS = 128  #: at most, in one call
 MESSAGE_NBYTES = 1 << 17  #: no message is longer
 _LANES = 8  # calls under way; a tier has 4 threads by default
 _PATIENCE = 5.0  # seconds for a client to take its segment out of the store
@@ -34,8 +34,8 @@ class Client:
     """Raises BackendError and nothing else. All methods may be called on any thread.
 
     A call of Mooncake's client cannot be given up, and takes as long as the master or another client hangs. `setup` and
-    `close` hold the GIL meanwhile: without a master for 90 s. The client has some thirty threads, writes a lot to
-    standard error, and a call after `close` ends its process. So that process is not the engine's.
+    `close` hold the GIL meanwhile, for 90 s if there is no master. The client has about thirty threads, writes a lot to
+    standard error, and a call after `close` ends its process. So it does not run in the engine's process.
     """
 
     def __init__(self, settings: MooncakeSettings, timeout: float, nbytes: int):
@@ -49,7 +49,7 @@ class Client:
 
     @contextlib.contextmanager
     def lane(self, deadline: float) -> Iterator[Lane]:
-        """A lane that nobody else uses, until the end of the context. Starts the client, if it does not run."""
+        """A lane that no other thread uses until the end of the context. Starts the client if it does not run."""
         process = self._living()
         lane = process.take(deadline)
         try:
@@ -83,14 +83,14 @@ class Lane:
     def __init__(self, where: str, nbytes: int):
         self.nbytes = nbytes
         self.is_late = False  #: an answer is still to come, and until then the memory is in use
-        self.is_broken = False  #: nobody is at the other end
+        self.is_broken = False  #: the other end is gone
         self._where = where
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.memory = os.memfd_create("kvtier-mooncake")
         os.ftruncate(self.memory, nbytes)
 
     def ask(self, deadline: float, call: str, names: Sequence[str], *places: Sequence[int]) -> list[int]:
-        """The code of each name. Raises BackendError if there is no answer by then."""
+        """The code of each name. Raises BackendError if there is no answer by ``deadline``."""
         try:
             self._ours.settimeout(left(deadline, self._where))
             self._ours.send(json.dumps([call, names, *places]).encode())
@@ -102,11 +102,11 @@ class Lane:
             message = b""
         self.is_late, self.is_broken = False, not message
         if self.is_broken:
-            raise BackendError(f"{self._where}: the process of Mooncake's client has ended")
+            raise BackendError(f"{self._where}: the process of Mooncake's client has exited")
         return self._codes(json.loads(message), len(names))
 
     def has_answered(self) -> bool:
-        """Has the answer come that was not awaited? Then the lane can be used again."""
+        """Has the answer that was not awaited come? Then the lane can be used again."""
         self._ours.settimeout(0)
         try:
             self._ours.recv(MESSAGE_NBYTES)
@@ -118,14 +118,14 @@ class Lane:
         return True
 
     def load(self, begin: int, view: memoryview) -> None:
-        """Copy from the lane's memory. No thread of Python waits meanwhile, as it would for a copy by slices."""
+        """Copy from the lane's memory. Other Python threads run meanwhile, which a copy by slices would not allow."""
         while view and (done := os.preadv(self.memory, [view], begin)):
             begin, view = begin + done, view[done:]
 
     def store(self, begin: int, view: memoryview) -> None:
         """Copy to the lane's memory. Raises BackendError."""
         if begin + len(view) > self.nbytes:
-            raise BackendError(f"{self._where}: a frame of {len(view)} bytes is longer than its tier said")
+            raise BackendError(f"{self._where}: a frame of {len(view)} bytes is longer than its tier declared")
         while view:
             done = os.pwrite(self.memory, view, begin)
             begin, view = begin + done, view[done:]
@@ -141,7 +141,7 @@ class Lane:
             kind = NoClient if "missing" in answer else BackendError
             raise kind(f"{self._where}: {answer.get('missing') or answer.get('error')}")
         if len(answer) != count:
-            raise BackendError(f"{self._where}: Mooncake answers something else than what was asked")
+            raise BackendError(f"{self._where}: unexpected reply from Mooncake")
         return [int(code) for code in answer]
 
 
@@ -150,7 +150,7 @@ class _Process:
 
     def __init__(self, settings: MooncakeSettings, timeout: float, nbytes: int):
         self._where = settings.master
-        self._free: queue.LifoQueue[Lane] = queue.LifoQueue()  # memory that was used lately is there
+        self._free: queue.LifoQueue[Lane] = queue.LifoQueue()  # memory that was used lately is resident
         self._late: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         self._ended = False
         self._broken = False
@@ -172,7 +172,7 @@ class _Process:
             )
         except OSError as error:
             self._close_lanes()
-            raise BackendError(f"{self._where}: Mooncake's client cannot be started: {error.strerror}") from error
+            raise BackendError(f"{self._where}: cannot start Mooncake's client: {error.strerror}") from error
         for lane in lanes:
             lane.theirs.close()
         with contextlib.suppress(OSError):  # the first call finds that it has ended
@@ -183,7 +183,7 @@ class _Process:
         return self._broken or self._popen.poll() is not None
 
     def take(self, deadline: float) -> Lane:
-        """Raises BackendError if all lanes are in use until then."""
+        """Raises BackendError if all lanes are in use until ``deadline``."""
         for _ in range(self._late.qsize()):
             with contextlib.suppress(queue.Empty):
                 lane = self._late.get_nowait()
@@ -200,7 +200,7 @@ class _Process:
             self._close_lanes()
 
     def end(self, patience: float) -> None:
-        """End it; it has so many seconds to leave the store. A lane that is in use is closed when it is given back."""
+        """End it; it has ``patience`` seconds to leave the store. A lane in use is closed when it is given back."""
         self._ended = True
         with contextlib.suppress(OSError):
             self._input.close()
@@ -231,7 +231,7 @@ def left(deadline: float, where: str) -> float:
 
 
 def _timeouts(timeout: float) -> dict[str, str]:
-    """Settings of the client by which calls end that nobody waits for any more; by default after 30 s or more."""
+    """Settings by which the client ends calls that no caller waits for any more; by default after 30 s or more."""
     seconds = str(math.ceil(timeout))
     rpc = dict.fromkeys(("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"), str(math.ceil(timeout * 1000)))
     transfers = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC", "MC_SLICE_TIMEOUT")

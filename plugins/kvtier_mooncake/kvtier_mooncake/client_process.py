@@ -20,7 +20,7 @@ import attrs
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_mooncake.client import MESSAGE_NBYTES
 
-_BUFFER_NBYTES = 16 << 20  # the client wants some, for calls that are not made here
+_BUFFER_NBYTES = 16 << 20  # the client requires one, for calls that are not made here
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -40,7 +40,7 @@ class _Memory:
 
 
 class _Store:
-    """The client. It is set up by the first call, and by the next one if that fails."""
+    """The client. The first call sets it up, or the next one if that fails."""
 
     def __init__(self, settings: dict[str, Any]):
         self._settings = settings
@@ -72,7 +72,7 @@ class _Store:
             with self._lock:
                 self._client = self._client or self._set_up()
         except ImportError as error:
-            return {"missing": f"no client of Mooncake: {error}; the README of kvtier-mooncake says what to install"}
+            return {"missing": f"no client of Mooncake: {error}; see the README of kvtier-mooncake for what to install"}
         except OSError as error:
             return {"error": error.strerror or str(error)}
         codes: list[int] = getattr(self, f"_{call}")(number, names, *places)
@@ -84,14 +84,14 @@ class _Store:
 
         settings = self._settings
         host, _, port = settings["master"].rpartition(":")
-        # `setup` tries for long, and holds the GIL: it is called when there is something to connect to.
+        # `setup` tries for a long time, and holds the GIL: it is called only when there is something to connect to.
         with socket.create_connection((host, int(port)), timeout=settings["timeout"]) as connection:
             here = connection.getsockname()[0]
         client = MooncakeDistributedStore()
         where = settings["host"] or here, "P2PHANDSHAKE"
         how = settings["protocol"], ",".join(settings["devices"]), settings["master"]
         if code := client.setup(*where, settings["segment"], _BUFFER_NBYTES, *how):
-            raise OSError(f"Mooncake's client cannot be set up: {code}")
+            raise OSError(f"cannot set up Mooncake's client: {code}")
         for memory in [*self._lanes, *self._others]:
             if code := client.register_buffer(memory.address, len(memory.mapped)):
                 raise OSError(f"Mooncake's client cannot register memory: {code}")
@@ -114,9 +114,9 @@ class _Store:
         return codes
 
     def _put(self, number: int, names: list[str], begins: list[int], lengths: list[int]) -> Any:
-        """Store frames but those that are there, byte for byte: several engines compute one prompt.
+        """Store frames, except those that are there already, byte for byte: several engines compute one prompt.
 
-        Mooncake's own `put` does nothing where anything is there, or may be: under a killed writer's key for 30 s.
+        Mooncake's own `put` does nothing where anything is or may be stored: under a killed writer's key, for 30 s.
         """
         codes = self._client.batch_is_exist(names)
         if all(code < 0 for code in codes):
@@ -127,8 +127,8 @@ class _Store:
                 codes[i] = 0
             else:
                 new.append(i)
-        # What has the length of what is there would be written in its place, under the eyes of readers. Anything else
-        # gets memory of its own, and the former is not used again while a reader may be at it.
+        # An object with the length of the stored one would be written in its place while it may be read. Any other
+        # object gets its own memory, and the former memory is not used again while a reader may be using it.
         nbytes = [lengths[i] + 1 + secrets.randbelow(FRAME_ALIGNMENT - 1) for i in new]
         told = self._upsert(number, [names[i] for i in new], [begins[i] for i in new], nbytes)
         for i, code in zip(new, told, strict=True):
@@ -136,7 +136,7 @@ class _Store:
         return codes
 
     def _remove(self, number: int, names: list[str]) -> Any:
-        """One byte in place of each first: what is removed leaves its memory at once, and readers may be at it."""
+        """First put one byte in place of each: removal frees the memory immediately, and readers may be using it."""
         codes = self._upsert(number, names, [0] * len(names), [1] * len(names))
         short = [i for i, code in enumerate(codes) if code == 0]
         for i, code in zip(short, self._client.batch_remove([names[i] for i in short], True), strict=True):

@@ -24,7 +24,7 @@ def _check_host(config: object, field: attrs.Attribute, host: str) -> None:
 
 def _check_devices(config: MooncakeSettings, field: attrs.Attribute, devices: tuple[str, ...]) -> None:
     if devices and config.protocol != "rdma":
-        raise ValueError("only protocol: rdma has devices")
+        raise ValueError("devices need protocol: rdma")
 
 
 def _check_prefix(config: object, field: attrs.Attribute, prefix: str) -> None:
@@ -38,14 +38,14 @@ class MooncakeSettings:
 
     #: The address of ``mooncake_master``: host:port.
     master: str = attrs.field(default="127.0.0.1:50051", validator=_check_address)
-    #: Of this machine, as the other clients reach it; by default the address from which it reaches the master.
+    #: The address of this machine, as other clients reach it; by default the one from which it reaches the master.
     host: str = attrs.field(default="", validator=_check_host)
-    protocol: Literal["tcp", "rdma"] = "tcp"  #: by which frames travel
-    devices: tuple[str, ...] = attrs.field(default=(), converter=tuple, validator=_check_devices)  #: of ``rdma``
+    protocol: Literal["tcp", "rdma"] = "tcp"  #: that carries frames
+    devices: tuple[str, ...] = attrs.field(default=(), converter=tuple, validator=_check_devices)  #: for ``rdma``
     segment: Nbytes = Nbytes(0)  #: memory of this machine that each engine lends to the store; gone when it ends
     prefix: str = attrs.field(default="kvtier", validator=_check_prefix)  #: of all keys in the store
     #: Copies of each frame, in segments of different clients.
     replicas: int = attrs.field(default=1, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_REPLICAS)])
     #: The client in whose segment frames are stored while there is room: host:port, as the master lists it.
     preferred_segment: str = attrs.field(default="", validator=_check_address)
-    hard_pin: bool = False  #: the master never evicts frames of this tier: when the store is full it takes no others
+    hard_pin: bool = False  #: the master never evicts frames of this tier: when the store is full, it accepts no more

@@ -7,9 +7,9 @@ import pytest
 from patience import HANG
 from servers.mooncake import ROOM, one_master
 
-from kvtier_core.testing.samples import make_context
 from kvtier_core.types import Seconds
 from kvtier_mooncake.config import MooncakeConfig
+from kvtier_testing.samples import make_context
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from patience import wait_until
 from servers.mooncake import ROOM
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.testing.samples import make_frame, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_testing.samples import make_frame, make_keys, make_namespace, same
 
 ONE, TWO = make_keys(2)
 NBYTES = 5 * FRAME_ALIGNMENT
@@ -95,7 +95,7 @@ def test_a_recently_read_frame_can_be_replaced_and_deleted(master, tier):
 
 
 def test_a_frame_longer_than_a_lane_fails_its_call_alone(tier):
-    with pytest.raises(BackendError, match="is longer than its tier said"):
+    with pytest.raises(BackendError, match="is longer than its tier declared"):
         tier.write([ONE], [make_frame(ONE, nbytes=33 << 20)])
     assert len(found(tier, ONE, 64 << 20)) == 0
     tier.write([ONE], [frame(ONE)])

@@ -7,11 +7,12 @@ import contextlib
 import pytest
 from servers.mooncake import one_master
 
-from kvtier_core.testing import Proxy, SharedBackendLaws
-from kvtier_core.testing.samples import make_namespace
 from kvtier_mooncake.config import MooncakeConfig
+from kvtier_testing import Proxy, SharedBackendLaws
+from kvtier_testing.samples import make_namespace
 
 
+@pytest.mark.more
 class TestMooncake(SharedBackendLaws):
     persistent = True
 

@@ -1,19 +1,20 @@
-"""What a node shows, in few bytes: a fingerprint of each chunk, and what has changed since a version of these.
+"""What a node shows, in few bytes: a fingerprint of each chunk, and the changes since a version of these.
 
-A fingerprint is the first four bytes of a key: a key is a digest, and its bits are as good as drawn. So a chunk costs
+A fingerprint is the first four bytes of a key: a key is a digest, and its bits are as good as random. So a chunk costs
 32 bits. A key that a node does not show has the fingerprint of one of its *n* chunks with a probability of n / 2^32: 8
-in a million for 32 768 chunks; that one of a thousand such nodes seems to show it, 0.8 %. That is a question in vain,
-and a miss. A Bloom filter of 32 bits a chunk errs less often, 1 in 5 million. But each change would move all of its
-probes, what goes would need counters, and a lookup would take a step in Python for each key, probe and node, where sets
-intersect in a microsecond a node. In a reader's memory such a set has some 90 bytes a chunk.
+in a million for 32 768 chunks; that one of a thousand such nodes seems to show it, 0.8 %. The cost is a question in
+vain, and a miss. A Bloom filter of 32 bits per chunk errs less often, 1 in 5 million. But each change would move all of
+its probes, removals would need counters, and a lookup would take a step in Python for each key, probe and node, where
+sets intersect in a microsecond per node. In a reader's memory, such a set takes about 90 bytes per chunk.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Protocol, TypeVar
 
 import attrs
@@ -22,9 +23,9 @@ from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import KeyChanges
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 
-#: Chunks that a node announces at most.
+#: The most chunks that a node announces.
 MOST_CHUNKS = 1 << 20
-#: Versions of a digest whose changes are remembered.
+#: Number of versions of a digest whose changes are remembered.
 _MOST_PAST = 256
 
 Fingerprint = int
@@ -32,14 +33,30 @@ FINGERPRINT_NBYTES = 4
 
 
 def fingerprints(keys: Iterable[ChunkKey]) -> list[Fingerprint]:
-    """One for each key, in the order of bytes of this machine: as numbers they mean nothing on another one."""
+    """One for each key, in the byte order of this machine: as numbers they mean nothing on another."""
     words = memoryview(b"".join(keys)).cast("I")
     return words[:: KEY_NBYTES // FINGERPRINT_NBYTES].tolist()
 
 
+class Marks(Set[Fingerprint]):
+    """Fingerprints to be sent, in four bytes each."""
+
+    def __init__(self, marks: Iterable[Fingerprint]):
+        self._marks = array("I", marks)
+
+    def __contains__(self, mark: object) -> bool:
+        return mark in self._marks
+
+    def __iter__(self) -> Iterator[Fingerprint]:
+        return iter(self._marks)
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+
 @attrs.frozen
 class Changes:
-    """What makes a version of a digest from an earlier one. Nothing is both gone and come."""
+    """The changes from one version of a digest to a later one. Nothing is both gone and come."""
 
     base: int  #: the version to which they apply; 0: to nothing, so that all of the digest is in ``come``
     version: int
@@ -50,7 +67,7 @@ class Changes:
         return len(self.gone) + len(self.come)
 
     def then(self, later: Changes) -> Changes:
-        """Both in one: what came and went is in neither."""
+        """Both in one: what came and then went is in neither set."""
         gone = self.gone | (later.gone - self.come)
         come = (self.come - later.gone) | (later.come - self.gone)
         return Changes(self.base, later.version, gone - later.come, come)
@@ -67,12 +84,12 @@ class Memory:
     """The frames in memory, for one digest at a time."""
 
     def __init__(self, shown: Iterable[ChunkKey]):
-        """``shown`` are those of now."""
+        """``shown`` always has the present ones."""
         self._shown = shown
-        self._keys: list[ChunkKey] = []  # when it was last looked at
+        self._keys: list[ChunkKey] = []  # at the last look
 
     def changes(self, position: int) -> KeyChanges:
-        """The owner changes the table meanwhile, but not while a list is made of it, for which no thread gives way."""
+        """The owner changes the table meanwhile, but not while it is copied to a list, which no thread interrupts."""
         before, now = self._keys if position else [], list(self._shown)
         self._keys = now
         if now == before:
@@ -83,23 +100,24 @@ class Memory:
 class Digest:
     """What a node shows of one namespace, for any number of readers. All methods may be called on any thread.
 
-    It remembers no more changes than chunks, of a limited number of versions: who is further behind gets all of it.
+    It remembers no more changes than chunks, of a limited number of versions: a reader further behind gets all of it.
     """
 
     def __init__(self, namespace: bytes, sources: Callable[[], Sequence[Source]]):
-        """``sources`` returns those of now."""
+        """``sources`` returns the present ones."""
         self.namespace = namespace
         self._sources = sources
         self._positions: dict[Source, int] = {}  # up to which their changes are in it
         self._keys: dict[Fingerprint, int] = {}  # how many keys have each fingerprint
-        self._version = 1 + secrets.randbits(62)  # so that it is none of another digest
+        self._version = 1 + secrets.randbits(62)  # so that no other digest has it
+        self._all = Changes(0, 0)  # all of it, when a reader last asked for that: the next may share it
         self._past: deque[Changes] = deque()  # the last changes, each of the version before it
         self._past_length = 0  # of all of them
         self._changed = threading.Condition()
         self._ended = False
 
     def look(self) -> None:
-        """Look for what has changed, and wake those who wait for that."""
+        """Look for changes, and wake those who wait for them."""
         with self._changed:
             sources = self._sources()
             found = [source.changes(self._positions.get(source, 0)) for source in sources]
@@ -141,7 +159,7 @@ class Digest:
             self._past_length -= len(self._past.popleft())
 
     def since(self, version: int, within: float) -> Changes:
-        """What has changed since that version, when there is something, or after ``within`` seconds."""
+        """The changes since that version: as soon as there are any, or after ``within`` seconds."""
         if not version:
             self.look()
         with self._changed:
@@ -154,10 +172,12 @@ class Digest:
                     changes = changes.then(each)
                 elif each.base == version:
                     changes = each
-            return Changes(0, self._version, come=self._keys.copy().keys()) if changes is None else changes
+            if changes is None and self._all.version != self._version:
+                self._all = Changes(0, self._version, come=Marks(self._keys))
+            return self._all if changes is None else changes
 
     def end(self) -> None:
-        """Nobody waits any longer."""
+        """End all waits."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -175,32 +195,32 @@ class Copy:
         if changes.base not in (0, self.version) or not changes.version:
             raise BackendError("its digest has gaps")
         shown = self._shown if changes.base else set()
-        if not changes.gone <= shown or not changes.come.isdisjoint(shown):
+        if not changes.gone <= shown or not shown.isdisjoint(changes.come):
             raise BackendError("its digest contradicts itself")
         if len(shown) - len(changes.gone) + len(changes.come) > MOST_CHUNKS:
             raise BackendError(f"it announces more than {MOST_CHUNKS} chunks")
         shown -= changes.gone
-        shown |= changes.come
+        shown.update(changes.come)
         self._shown = shown
         self.version = changes.version
 
     def shown(self, wanted: set[Fingerprint]) -> set[Fingerprint]:
-        """Which of these the node shows, or seems to."""
+        """The fingerprints among these that the node shows, or seems to."""
         return wanted & self._shown
 
 
 class Shows(Protocol):
-    """A node of which a digest is known."""
+    """A node whose digest is known."""
 
     def shown(self, wanted: set[Fingerprint]) -> set[Fingerprint]:
-        """Which of these it shows, or seems to."""
+        """The fingerprints among these that it shows, or seems to."""
 
 
 N = TypeVar("N", bound=Shows)
 
 
 def holders(keys: Sequence[ChunkKey], nodes: Iterable[N]) -> list[list[N]]:
-    """For each key the nodes that show its frame, or seem to."""
+    """For each key, the nodes that show its frame, or seem to."""
     marks = fingerprints(keys)
     wanted = set(marks)
     found: dict[Fingerprint, list[N]] = {mark: [] for mark in marks}

@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer.io_pool import run_aside
 from kvtier_core.types import ChunkKey
 from kvtier_peers.digest import Copy, Fingerprint
 from kvtier_peers.link import TRIED, TRIED_NBYTES, VERSION, Door, Link, failure
 from kvtier_peers.settings import Address
+from kvtier_peers.threads import started
 
 logger = logging.getLogger("kvtier")
 
-#: Seconds for which a peer is left alone when it has failed: twice as long each time, and no longer than this.
+#: Seconds for which a peer is left alone after a failure: twice as long each time, up to the second number.
 _REST, _LONGEST_REST = 1.0, 60.0
-#: Seconds after which a peer says that nothing has changed; one that does not is left alone.
+#: Seconds after which a peer reports that nothing has changed; one that does not is left alone.
 _SILENCE = 5.0
-#: Weight of the last read in the mean of what a byte takes.
-_NEWEST = 0.25
+#: Weight of the last read in the mean time per byte; and seconds without a read after which only half of the mean
+#: counts, so that a link that was slow is tried again.
+_NEWEST, _FORGETS = 0.25, 60.0
+#: Seconds between two questions for changes, even if each is answered immediately.
+_PACE = 0.02
 
 
 class Peer:
-    """All methods may be called on any thread. What fails on a connection counts against the peer."""
+    """All methods may be called on any thread. Failures of a connection count against the peer."""
 
     def __init__(self, address: Address, door: Door, own: bytes):
         """``own`` is the number of this node."""
         self.address = address
-        self.seconds_per_byte = 0.0  #: of late; 0 until something was read from it
         self.state = "not met yet"  #: for people
         self._door = door
         self._own = own
         self._idle: list[Link] = []
         self._lock = threading.Lock()
+        self._seconds, self._nbytes, self._read_at = 0.0, 0.0, 0.0  # means of recent reads, and when the last one ended
         self._copy = Copy()  # of its digest
-        self._followed: Link | None = None  # that which it is followed on
+        self._followed: Link | None = None  # on which it is followed
         self._boot = b""  # whose digest that is
         self._connected = False  # has it shown its digest, and not failed since?
         self._connecting = False
@@ -47,42 +51,53 @@ class Peer:
         self._rests_until = 0.0
 
     def is_there(self) -> bool:
-        """May it be read from? If not it is connected to meanwhile, unless it is left alone: nobody waits for that."""
+        """May it be read from? If not, a connection begins, unless it is left alone; no caller waits for that."""
         with self._lock:
             if not (self._connected or self._connecting or self._closed) and time.monotonic() >= self._rests_until:
-                self._connecting = True
-                run_aside(self._connect, "peers-connect")
+                self._rests_until = time.monotonic() + _REST
+                self._connecting = started(self._connect, "peers-connect") is not None
             return self._connected
 
     def shown(self, wanted: set[Fingerprint]) -> set[Fingerprint]:
-        """Which of these it shows, or seems to, by its digest."""
+        """The fingerprints among these that it shows, or seems to, by its digest."""
         return self._copy.shown(wanted)
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview], ends: float) -> Iterator[int]:
-        """For each key the bytes of its frame, when it has been received; 0 if the peer has it no more.
+        """For each key, the bytes of its frame, once that is received; 0 if the peer no longer has it.
 
         Raises BackendError.
         """
         begun, total = time.monotonic(), 0
-        link = self._link(ends)
-        with self._watched(link):
-            link.request(keys, list(map(len, into)))
-        for view in into:
+        try:
+            link = self._link(ends)
             with self._watched(link):
-                nbytes = link.frame(view)
-            total += nbytes
-            yield nbytes
-        self._give_back(link)
-        if total:
-            taken = (time.monotonic() - begun) / total
-            self.seconds_per_byte += (taken - self.seconds_per_byte) * (_NEWEST if self.seconds_per_byte else 1)
+                link.request(keys, list(map(len, into)))
+            for view in into:
+                with self._watched(link):
+                    nbytes = link.frame(view)
+                total += nbytes
+                yield nbytes
+            self._give_back(link)
+        finally:
+            self._read_at = time.monotonic()
+            self._seconds += _NEWEST * (self._read_at - begun - self._seconds)
+            self._nbytes += _NEWEST * (total - self._nbytes)
+
+    def seconds_per_byte(self) -> float:
+        """A recent mean; 0 if it was not read from. Reads that bring nothing cost, too."""
+        believed = math.exp2((self._read_at - time.monotonic()) / _FORGETS)
+        return believed * self._seconds / max(1.0, self._nbytes)
+
+    def blame(self) -> None:
+        """Count a damaged frame that it sent as a failure."""
+        self._failed(BackendError(f"{self.address}: it sent a damaged frame"))
 
     def trial(self, ends: float) -> str:
         """How fast it answers, for people; or why it does not."""
         empty, frame = memoryview(b""), memoryview(bytearray(TRIED_NBYTES))
         try:
             seconds = []
-            for into in (empty, empty, frame):  # the first one may connect, the second is a mere answer
+            for into in (empty, empty, frame):  # the first may connect, the second only answers
                 begun = time.monotonic()
                 (nbytes,) = self.read([TRIED], [into], ends)
                 seconds.append(time.monotonic() - begun)
@@ -104,11 +119,13 @@ class Peer:
                 link, boot = self._door.enter(self.address, ends)
                 if boot != self._boot:
                     link.close()
-                    raise BackendError(f"{self.address}: it is another one, and has not shown yet what it has")
+                    raise BackendError(
+                        f"{self.address}: it is a different engine that has not yet announced its chunks"
+                    )
             except BackendError as error:
                 self._failed(error)
                 raise
-        link.ends = ends
+        link.until(ends)
         return link
 
     @contextlib.contextmanager
@@ -123,7 +140,7 @@ class Peer:
             raise told from error
 
     def _connect(self) -> None:
-        """On a thread of its own: follow what it shows, until it fails or is closed."""
+        """On its own thread: follow what it shows, until it fails or is closed."""
         try:
             link, boot = self._door.enter(self.address, time.monotonic() + _REST)
         except BackendError as error:
@@ -141,11 +158,11 @@ class Peer:
             link.close()
         except (OSError, BackendError) as error:
             link.close()
-            if self._followed is link:  # has nobody else noticed?
+            if self._followed is link:  # has no other thread noticed?
                 self._failed(failure(self.address, error))
 
     def _follow(self, link: Link, boot: bytes) -> None:
-        """Until it fails. Each connection begins with all of the digest, which is of no use when it has ended."""
+        """Until it fails. Each connection begins with the whole digest, which is useless once it has ended."""
         copy = Copy()
         copy.apply(link.follow(0, _SILENCE))
         with self._lock:
@@ -153,10 +170,12 @@ class Peer:
                 return
             self._connected, self._connecting, self._failures = True, False, 0
             self._boot, self._copy = boot, copy
-            self.state = "shows its frames"
-        logger.info("kvtier: peers: %s shows its frames", self.address)
+            self.state = "shares its frames"
+        logger.info("kvtier: peers: %s shares its frames", self.address)
         while self._followed is link:
+            begun = time.monotonic()
             copy.apply(link.follow(copy.version, _SILENCE))
+            time.sleep(max(0.0, begun + _PACE - time.monotonic()))
 
     def _failed(self, error: BackendError) -> None:
         with self._lock:
@@ -167,15 +186,15 @@ class Peer:
             self.state = str(error).removeprefix(f"{self.address}: ")
             self._hang_up()
         if is_new:
-            logger.warning("kvtier: peers: %s; it is left alone for a while", error)
+            logger.warning("kvtier: peers: %s; it is not asked for a while", error)
 
     def _hang_up(self) -> None:
-        """With the lock."""
+        """Call it with the lock held."""
         while self._idle:
             self._idle.pop().close()
-        if self._followed:
-            self._followed.hang_up()
-        self._followed = None
+        followed, self._followed = self._followed, None
+        if followed:
+            followed.hang_up()
 
     def _give_back(self, link: Link) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from kvtier_core.types import EnvSecret, Seconds
 
 
 class Address(NamedTuple):
-    """Where a node shows its frames."""
+    """The address at which a node shows its frames."""
 
     host: str  #: a name, or an address
     port: int
@@ -22,7 +22,7 @@ class Address(NamedTuple):
         """An address that is written as ``host:port`` or ``[::1]:port``. Raises ValueError."""
         found = re.fullmatch(r"\[([0-9a-fA-F:]+)\]:([0-9]{1,5})|([^\s:/@\[\]]+):([0-9]{1,5})", text)
         if found is None or not 0 < int(found[2] or found[4]) < 1 << 16:
-            raise ValueError(f"write an address as host:port, and not {text!r}")
+            raise ValueError(f"write an address as host:port, not {text!r}")
         return cls(found[1] or found[3], int(found[2] or found[4]))
 
     def __str__(self) -> str:
@@ -45,24 +45,25 @@ def _check_tls(config: PeersSettings, field: attrs.Attribute, key: Path | None) 
 
 def _check_patience(config: object, field: attrs.Attribute, patience: float) -> None:
     if patience <= 0:
-        raise ValueError("a peer needs some time to answer")
+        raise ValueError("a peer needs more than 0s to answer")
 
 
 @attrs.frozen
 class PeersSettings:
     """Where the nodes are, and who may read their frames."""
 
-    #: Where this engine shows its frames; of data parallel replicas each has the next port. Beyond loopback only with a
-    #: token or TLS.
+    #: Address at which this engine shows its frames; each data parallel replica uses the next port. Beyond loopback
+    #: only with a token or TLS.
     address: str = attrs.field(default="127.0.0.1:7710", alias="listen", validator=_check_address)
-    #: Where others show theirs. A name is resolved again and again, and may have many addresses: those of a headless
-    #: service. This engine's own address among them does no harm.
+    #: Addresses at which other engines show theirs. A name is resolved again and again, and may have many addresses, as
+    #: a headless service does. This engine's own address among them does no harm.
     peers: tuple[str, ...] = attrs.field(default=(), converter=tuple, validator=_check_peers)
-    file: Path | None = None  #: more addresses, one a line; read again when it changes
-    #: What all peers know. With it they prove to each other who they are; it encrypts nothing.
+    file: Path | None = None  #: more addresses, one per line; read again when it changes
+    #: A secret that all peers know. With it they prove to each other who they are; it encrypts nothing. Without it and
+    #: TLS, they prove on loopback that they belong to one account.
     token: EnvSecret | None = None
-    ca: Path | None = None  #: with TLS: who signed the certificates of all peers
+    ca: Path | None = None  #: with TLS: the authority that signed the certificates of all peers
     cert: Path | None = None  #: this node's certificate
     key: Path | None = attrs.field(default=None, validator=_check_tls)  #: of that certificate
-    #: A peer that is silent for so long while it is asked, or read from, is left alone for a while.
+    #: A peer that is silent for this long while it is asked or read from is left alone for a while.
     patience: Seconds = attrs.field(default=Seconds(0.5), validator=_check_patience)

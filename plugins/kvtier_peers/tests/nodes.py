@@ -14,14 +14,16 @@ from pathlib import Path
 import attrs
 
 from kvtier_core.interfaces import OpenContext
-from kvtier_core.testing.samples import make_context, make_frame, make_keys
-from kvtier_core.types import ChunkKey, Seconds
+from kvtier_core.types import ChunkKey, EnvSecret, Seconds
 from kvtier_peers.backend import PeersBackend
 from kvtier_peers.config import PeersConfig
+from kvtier_testing.samples import make_context, make_frame, make_keys
 
 KEYS = make_keys(4)
 FRAMES = {key: make_frame(key) for key in KEYS}
 NBYTES = len(FRAMES[KEYS[0]])
+TOKEN = EnvSecret("KVTIER_TEST_PEERS")
+os.environ[TOKEN.variable] = "what all nodes of the tests know of each other"
 
 
 class Memory(Mapping[ChunkKey, memoryview]):
@@ -69,8 +71,11 @@ def free_port() -> int:
 
 
 def open_node(memory: Mapping[ChunkKey, memoryview] | None = None, ctx: OpenContext | None = None, **settings):
-    """A node that shows this memory; its ``address`` is where."""
-    settings = {"listen": f"127.0.0.1:{free_port()}", "patience": Seconds(10), **settings}
+    """A node that shows this memory; its ``address`` is where.
+
+    It has a token, since a `Proxy` may stand between it and others.
+    """
+    settings = {"listen": f"127.0.0.1:{free_port()}", "token": TOKEN, "patience": Seconds(10), **settings}
     node = PeersBackend(
         PeersConfig(**settings), attrs.evolve(ctx or make_context(), sealed={} if memory is None else memory)
     )

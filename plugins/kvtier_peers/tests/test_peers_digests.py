@@ -7,17 +7,18 @@ import socket
 import threading
 import time
 from array import array
+from types import SimpleNamespace
 
 import pytest
 from nodes import FRAMES, KEYS, finds, free_port, holders, open_node, read
 from patience import wait_until
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import ChunkKey
 from kvtier_peers import digest as digests
 from kvtier_peers.digest import Changes, Copy, Digest, Memory, fingerprints
 from kvtier_peers.link import _CHANGES, Link
+from kvtier_testing.samples import make_keys
 
 MANY = make_keys(400)
 
@@ -41,7 +42,7 @@ def shows(copy, keys):
 # -- digests -----------------------------------------------------------------------------------------
 
 
-def test_a_copy_has_what_is_shown_however_far_it_was_behind():
+def test_a_copy_catches_up_however_far_it_was_behind():
     draw, shown = random.Random(0), dict.fromkeys(MANY[:200])
     digest, copies = digest_of(shown), [Copy() for _ in range(5)]
     for _ in range(300):
@@ -96,6 +97,25 @@ def test_changes_that_cannot_be_are_refused_and_change_nothing(monkeypatch, chan
     assert (copy.version, copy.shown(set(range(12)))) == (7, {1, 2})
 
 
+def test_all_of_a_digest_takes_four_bytes_a_chunk_however_many_ask_for_it():
+    """Until it has been sent, which a reader that takes nothing delays for ten seconds."""
+    digest = digest_of(dict.fromkeys(MANY))
+    first, second = digest.since(0, 0), digest.since(0, 0)
+    assert first.come is second.come and len(first.come) == len(MANY)
+    assert first.come._marks.itemsize == 4
+
+
+def test_who_does_not_take_changes_in_time_is_given_up():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        pytest.raises(TimeoutError),
+    ):
+        link = Link(ours, 1.0)
+        link.until(time.monotonic() - 1)
+        link.send(b"x")
+
+
 def test_a_node_announces_no_more_chunks_than_its_peers_take(monkeypatch):
     monkeypatch.setattr(digests, "MOST_CHUNKS", 100)
     shown = dict.fromkeys(MANY)
@@ -127,7 +147,7 @@ def test_digests_follow_frames_that_come_and_go(node):
     shown = {}
     first = node(shown)
     second = node(peers=[first.address])
-    wait_until(lambda: second.facts().get(first.address) == "shows its frames")
+    wait_until(lambda: second.facts().get(first.address) == "shares its frames")
     for key in KEYS:
         shown[key] = FRAMES[key]
         wait_until(lambda key=key: finds(second, key))
@@ -135,13 +155,26 @@ def test_digests_follow_frames_that_come_and_go(node):
     wait_until(lambda: list(second.contains(KEYS)) == [False, True, True, True])
 
 
-def test_a_lookup_asks_nobody(node, behind):
+def test_the_reader_decides_how_often_it_asks_for_changes(node, monkeypatch):
+    """Though the other side answers at once, as no node of this version does."""
+    since, pauses = Digest.since, []
+    monkeypatch.setattr(Digest, "since", lambda *args: since(*args[:2], 0))
+    monkeypatch.setattr("kvtier_peers.peer._PACE", 1000.0)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda pause: pauses.append(pause) or time.sleep(0.001))
+    monkeypatch.setattr("kvtier_peers.peer.time", clock)
+    first = node(FRAMES)
+    second = node(peers=[first.address])
+    wait_until(lambda: finds(second, *KEYS) and len(pauses) > 5)
+    assert all(500 < pause <= 1000 for pause in pauses)
+
+
+def test_a_lookup_asks_no_peer(node, behind):
     address, proxy = behind
     second = node(peers=[address])
     wait_until(lambda: finds(second, *KEYS))
-    passed = dict(proxy.forwarded)
+    passed = sum(proxy.forwarded.values())
     assert [finds(second, *KEYS) for _ in range(1000)] == [True] * 1000
-    assert proxy.forwarded == passed
+    assert sum(proxy.forwarded.values()) < passed + 1000, "a question for changes has 37 bytes, and one is due in 5 s"
 
 
 def test_a_key_with_the_fingerprint_of_another_is_a_miss(node):
@@ -206,7 +239,7 @@ def test_a_node_that_took_the_place_of_another_is_not_believed_to_have_its_frame
     wait_until(lambda: finds(second, *KEYS))
     proxy.server = ("127.0.0.1", int(third.address.rpartition(":")[2]))
     (error,) = read(second, KEYS[:1])
-    assert isinstance(error, BackendError) and "it is another one" in str(error)
+    assert isinstance(error, BackendError) and "it is a different engine" in str(error)
     assert list(second.contains(KEYS)) == [False] * len(KEYS)
     wait_until(lambda: finds(second, KEYS[1]))
     assert list(second.contains(KEYS)) == [False, True, False, False]

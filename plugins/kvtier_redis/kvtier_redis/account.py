@@ -1,10 +1,10 @@
-"""The capacity of a store: what all engines keep on the servers together, counted there.
+"""The capacity of a store: what all engines together keep on the servers, counted there.
 
-The account says how many bytes the frames in the ledger have. An engine counts the bytes of a frame before it
-enters it, and the one that takes it out counts them as freed; so two engines that evict at once, or one that is evicted
-from while it writes, leave no error. A frame is in the ledger before its first part is stored. So what a killed engine
-leaves behind is an entry without a frame, which goes when it is the oldest, or bytes too many in the account, which
-`SharedSpace` corrects.
+The account has the number of bytes of the frames in the ledger. An engine counts the bytes of a frame before it enters
+it, and the engine that takes it out counts them as freed; so two engines that evict at the same time, or one whose
+frame is evicted while it writes it, leave no error. A frame is in the ledger before its first part is stored. So a
+killed engine leaves an entry without a frame, which is removed when it is the oldest, or too many bytes in the account,
+which `SharedSpace` corrects.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvtier_redis.link import Deadline, Garbage, ServerError
 from kvtier_redis.names import Manifest, Names
 
 _TIME_IS_GOOD = 60.0  # seconds for which the server's clock is not asked again
-_PAGE = 4096  # entries that one answer has: less than a MiB
+_PAGE = 4096  # entries in one answer: less than a MiB
 _MOST_LISTED = 1 << 17  # entries that an eviction lists: 20 MiB, in about a second
 _POLL = 0.01  # seconds between two attempts to get the lock
 
 
 class Ledger:
-    """The frames of all namespaces with their bytes. Raises BackendError. Used between `until` and its end.
+    """The frames of all namespaces with their bytes. Raises BackendError. Use it inside `until`.
 
     An entry is the name of a frame and the manifest of one write of it. All methods may be called on any thread.
     """
@@ -45,12 +45,12 @@ class Ledger:
 
     @contextlib.contextmanager
     def until(self, deadline: Deadline) -> Iterator[None]:
-        """Calls of this thread in the context end by then."""
+        """Calls of this thread in the context end by ``deadline``."""
         self._calls.deadline = deadline
         yield
 
     def enter(self, entries: Sequence[bytes]) -> None:
-        """Enter frames as the newest. Count their bytes before."""
+        """Enter frames as the newest. Count their bytes first."""
         self._call("ZADD", self._frames, *self._timed(entries))
 
     def renew(self, entries: Sequence[bytes]) -> int:
@@ -59,11 +59,11 @@ class Ledger:
         return renewed
 
     def take_out(self, entry: bytes) -> bool:
-        """Take an entry out. True if it was there: then the caller counts its bytes as freed."""
+        """Take an entry out. Returns True if it was there: the caller then counts its bytes as freed."""
         return bool(self._call("ZREM", self._frames, entry))
 
     def entered_before(self, moment: float) -> list[bytes]:
-        """The entries that are older, in seconds since 1970."""
+        """The entries older than ``moment``, in seconds since 1970."""
         return list(self._listed(f"{moment:.6f}"))
 
     # -- as SharedSpace needs it -------------------------------------------------------------------
@@ -73,12 +73,12 @@ class Ledger:
         commands = [("INCRBY", self._taken, taken), ("INCRBY", self._freed, freed)]
         counters = self._client.at_once(self._calls.deadline, self._frames, commands)
         if not all(isinstance(counter, int) for counter in counters):
-            raise Garbage("the account of the store is no number")
+            raise Garbage("the account of the store is not a number")
         return Count(*counters)
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[None]:
-        """The lock goes by itself when its holder is killed. An eviction that takes longer is merely not alone."""
+        """The lock expires by itself when its holder is killed. An eviction that takes longer is merely not alone."""
         name, token = self._evicting, secrets.token_hex(8)
         expiry = str(int(1000 * self._calls.deadline.left()) + 1)
         while self._call("SET", name, token, "NX", "PX", expiry) is None:
@@ -95,10 +95,10 @@ class Ledger:
         return ((entry, nbytes_in(entry)) for entry in self._listed("+inf"))
 
     def _listed(self, until: str) -> Iterator[bytes]:
-        """Entries up to a time, oldest first, page by page: those of ten million frames fit into no answer.
+        """Entries up to a time, oldest first, page by page: no answer has room for those of ten million frames.
 
-        A page begins at the last time of the one before, and not at a rank: when others take entries out all ranks
-        change, and an entry would be passed over.
+        A page begins at the last time of the one before, not at a rank: when others take entries out, all ranks change,
+        and an entry would be skipped.
         """
         since: bytes | str = "-inf"
         seen: set[bytes] = set()  # of this time
@@ -108,7 +108,7 @@ class Ledger:
             words = "ZRANGEBYSCORE", self._frames, since, until, "WITHSCORES", "LIMIT", 0, limit
             answer = self._call(*words)
             if not isinstance(answer, list) or len(answer) % 2:
-                raise Garbage("the ledger of the store is no list")
+                raise Garbage("the ledger of the store is not a list")
             page = dict(zip(answer[::2], answer[1::2], strict=True))
             yield from (entry for entry in page if entry not in seen)
             is_last = len(page) < limit
@@ -117,9 +117,9 @@ class Ledger:
             since = latest
 
     def remove(self, entry: bytes) -> bool:
-        """Remove a frame, then its entry. One that has expired is in the ledger all the same."""
+        """Remove a frame, then its entry. A frame that has expired is still in the ledger."""
         name, manifest = frame_in(entry)
-        if manifest is not None and self._names.is_frame(name):  # else somebody else made the entry
+        if manifest is not None and self._names.is_frame(name):  # else another program made the entry
             remove_frame(self._client, self._calls.deadline, name, manifest)
         return self.take_out(entry)
 
@@ -149,6 +149,11 @@ class Account(Ledger):
         super().__init__(client, names)
         self._space = SharedSpace(self, capacity, most_listed=_MOST_LISTED)
 
+    @property
+    def used(self) -> int | None:
+        """Bytes of all frames in the ledger, as last reported."""
+        return self._space.used
+
     def take(self, entries: Sequence[bytes]) -> None:
         """Count and enter frames that are about to be written. Raises StoreFull if there is no room for all."""
         if entries:
@@ -156,7 +161,7 @@ class Account(Ledger):
             self.enter(entries)
 
     def keep(self, entries: Sequence[bytes]) -> Sequence[bytes]:
-        """Frames were written, and are now the newest. Returns those that were evicted or replaced meanwhile.
+        """Make frames that were written the newest. Returns those that were evicted or replaced meanwhile.
 
         These are counted and entered again: the caller removes them, and gives them back when they are gone.
         """
@@ -169,7 +174,7 @@ class Account(Ledger):
         return lost
 
     def give(self, entry: bytes) -> None:
-        """A frame was not written, or was removed or replaced."""
+        """Give back a frame that was not written, or was removed or replaced."""
         if self.take_out(entry):
             self._space.give(nbytes_in(entry))
 
@@ -192,7 +197,7 @@ def nbytes_in(entry: bytes) -> int:
 
 
 def remove_frame(client: Client, deadline: Deadline, name: bytes, manifest: Manifest) -> bool:
-    """Remove what one write has stored; False if the frame has been replaced or removed: then only its parts go."""
+    """Remove what one write stored; False if the frame was replaced or removed: then only its parts are removed."""
     names = manifest.part_names(name)
     is_there = _value(client, deadline, name) == manifest.encode()
     client.call(deadline, name, "UNLINK", *([name] if is_there else []), *names)
@@ -203,6 +208,6 @@ def _value(client: Client, deadline: Deadline, name: bytes) -> object:
     try:
         return client.call(deadline, name, "GET", name)
     except ServerError as error:
-        if error.code != "WRONGTYPE":  # somebody else keeps something else there
+        if error.code != "WRONGTYPE":  # another program keeps something else there
             raise
         return None

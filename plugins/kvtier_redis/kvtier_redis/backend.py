@@ -17,12 +17,12 @@ from kvtier_redis.names import Manifest, Names, frame_name, get_all
 from kvtier_redis.settings import RedisSettings
 from kvtier_redis.writing import Write
 
-#: A server that answers so is up, and not for this user, this database or this client: no engine starts with that.
+#: A server that answers with one of these is up, but not for this user, database or client: no engine starts then.
 _WRONG_SETTINGS = {"ERR", "NOAUTH", "NOPERM", "WRONGPASS"}
 
 
 class RedisBackend(Backend, SupportsNamespaces):
-    """Each frame as parts and a manifest that names them. `kvtier_redis.settings` says what the settings mean."""
+    """Each frame as parts and a manifest that names them. `kvtier_redis.settings` explains the settings."""
 
     shared = True
 
@@ -34,17 +34,21 @@ class RedisBackend(Backend, SupportsNamespaces):
         self._home = self._names.home(ctx.namespace)
         self._client = Client(settings)
         self._account = Account(self._client, self._names, ctx.capacity) if ctx.capacity else None
-        self._trouble = ""  # with which it was opened
+        self._trouble = ""  # what failed when it was opened
         try:
             self._tell_namespace()
         except BackendError as error:
-            # A server that is down or full is a tier that rests; the engine is served by the others.
+            # If a server is down or full, the tier rests, and the other tiers serve the engine.
             self._trouble = str(error)
             if isinstance(error, ServerError) and error.code in _WRONG_SETTINGS:
                 self._client.close()
                 raise
 
     # -- calls -------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int | None:
+        return None if self._account is None else self._account.used
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         def look(link: Link, numbers: Sequence[int], outcomes: Outcomes) -> None:
@@ -136,12 +140,12 @@ class RedisBackend(Backend, SupportsNamespaces):
         return outcomes
 
     def _tell_namespace(self) -> None:
-        """Keep the facts of this namespace on the server, for engines of others."""
+        """Keep the facts of this namespace on the server, for engines of other namespaces."""
         names, digest = self._names.namespaces, self._namespace.digest.hex()
         self._client.call(Deadline(self._timeout), names, "HSETNX", names, digest, self._namespace.to_json())
 
     def _values(self, link: Link, keys: Sequence[ChunkKey]) -> list[object]:
-        """The values under the names of frames: should be manifests, may be anything. In one round trip."""
+        """The values under the names of frames, in one round trip: they should be manifests, but may be anything."""
         if self._client.servers.one:
             link.send(get_all(self._home, keys))
             values = link.reply()
@@ -151,5 +155,5 @@ class RedisBackend(Backend, SupportsNamespaces):
             values = link.ask([command(b"GET", frame_name(self._home, key)) for key in keys])
             values = [None if getattr(value, "code", "") == "WRONGTYPE" else value for value in values]
         if not isinstance(values, list) or len(values) != len(keys):
-            raise Garbage("the server answers something else than what was asked")
+            raise Garbage("unexpected reply from the server")
         return values

@@ -12,10 +12,10 @@ from kvtier_redis.link import Deadline, Garbage, Link, ServerError, command, unl
 from kvtier_redis.servers import servers_of
 from kvtier_redis.settings import RedisSettings
 
-#: The outcome for each key, in the words of the caller, or a BackendError; _NOTHING: nothing yet.
+#: The outcome for each key, as the caller defines it, or a BackendError; _NOTHING: none yet.
 Outcomes = list[Any]
 _NOTHING = object()
-#: Serves keys of one server, by their numbers: it puts an outcome for each, and may raise BackendError on its way.
+#: Serves keys of one server, by their numbers: it sets an outcome for each, and may raise BackendError midway.
 Work = Callable[[Link, Sequence[int], Outcomes], None]
 
 
@@ -32,15 +32,15 @@ class Client:
         self.links.close()
 
     def call(self, deadline: Deadline, name: bytes, *words: bytes | str | int) -> Any:
-        """The answer to a command, of the server that has the value ``name``. Raises ServerError, too."""
+        """The answer to a command from the server that has the value ``name``. Also raises ServerError."""
         return self._at(deadline, name, [command(*words)])[0]
 
     def at_once(self, deadline: Deadline, name: bytes, commands: Sequence[Sequence[bytes | str | int]]) -> list[Any]:
-        """The answers to several commands, between which the server carries out no others. Raises ServerError, too."""
+        """The answers to several commands, which the server executes with no other between. Raises ServerError, too."""
         wrapped = [command(b"MULTI"), *(command(*words) for words in commands), command(b"EXEC")]
         answers = self._at(deadline, name, wrapped)[-1]
         if not isinstance(answers, list) or len(answers) != len(commands):
-            raise Garbage("the server answers something else than what was asked")
+            raise Garbage("unexpected reply from the server")
         return unless_refused(answers)
 
     def _at(self, deadline: Deadline, name: bytes, commands: Sequence[bytes]) -> list[Any]:
@@ -52,7 +52,7 @@ class Client:
         return self._try(deadline, name, commands)
 
     def _try(self, deadline: Deadline, name: bytes, commands: Sequence[bytes]) -> list[Any]:
-        """The answers, of which none is a ServerError: the first of those is raised."""
+        """The answers. Raises the first ServerError among them."""
         address = self.servers.of(name, deadline)
         try:
             with self.links.borrow(address, deadline) as link:
@@ -62,13 +62,13 @@ class Client:
             raise
 
     def _doubt(self, outcome: object) -> None:
-        """Ask again which server has which keys, if this failure says anything about that."""
+        """Ask again which server has which keys, if this failure may have to do with that."""
         says_nothing = isinstance(outcome, ServerError) and not outcome.of_the_server
         if isinstance(outcome, BackendError) and not says_nothing:
             self.servers.distrust()
 
     def serve(self, deadline: Deadline, keys: Sequence[ChunkKey], work: Work) -> Outcomes:
-        """The outcome of each key, a BackendError if its server could not serve it. Raises nothing.
+        """The outcome of each key; a BackendError if its server could not serve it. Raises nothing.
 
         A key that has moved to another server is tried there once.
         """
@@ -94,7 +94,7 @@ class Client:
         for served, (address, members) in enumerate(groups.items()):
             numbers = [todo[member] for member in members]
             try:
-                # A server that hangs leaves the others their time.
+                # A server that hangs leaves time for the others.
                 with self.links.borrow(address, deadline.share(len(groups) - served)) as link:
                     work(link, numbers, outcomes)
             except BackendError as error:
@@ -105,7 +105,7 @@ class Client:
 
 
 def unless_all_failed(outcomes: Outcomes) -> Outcomes:
-    """The outcomes. Raises the first if all are BackendErrors: then it is not the keys that fail, but the store."""
+    """The outcomes. Raises the first if all are BackendErrors: then the store fails, not the keys."""
     if outcomes and all(isinstance(outcome, BackendError) for outcome in outcomes):
         raise outcomes[0]
     return outcomes

@@ -21,9 +21,9 @@ from kvtier_redis.link import Deadline, Link, ServerError, plain
 from kvtier_redis.settings import RedisSettings
 
 _PORT = 6379
-#: Idle connections to one server that are kept. A tier uses one for each of its threads.
+#: Number of idle connections to one server that are kept. A tier uses one for each of its threads.
 _MOST_IDLE = 64
-#: Errors of redis-py where a server answers something that no Redis answers.
+#: Errors of redis-py for an answer that no Redis gives.
 _PUZZLED = (ValueError, TypeError, LookupError, AttributeError, MemoryError)
 #: All errors of redis-py.
 FAILURES = (redis.RedisError, RedisClusterException, OSError, *_PUZZLED)
@@ -32,10 +32,10 @@ NO_RETRY = Retry(NoBackoff(), 0)
 
 
 class Address(NamedTuple):
-    """Of a server."""
+    """The address of a server."""
 
     host: str  #: or the path of its Unix socket
-    port: int  #: 0: it is a Unix socket
+    port: int  #: 0 for a Unix socket
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}" if self.port else self.host
@@ -51,11 +51,11 @@ def address_in(url: str) -> Address:
 
 @attrs.frozen
 class Dialer:
-    """Opens connections as the settings say."""
+    """Opens connections as the settings define."""
 
     login: Mapping[str, str | None] = attrs.field(repr=False)  #: user and password, the password alone, or nothing
     db: int
-    tls: Mapping[str, Any]  #: what redis-py is to know about TLS; nothing: there is none
+    tls: Mapping[str, Any]  #: options of TLS for redis-py; empty: no TLS
 
     @classmethod
     def of(cls, settings: RedisSettings) -> Dialer:
@@ -69,7 +69,7 @@ class Dialer:
         return cls(login, int(database or 0), _tls(settings) if parts.scheme == "rediss" else {})
 
     def options(self, deadline: Deadline) -> dict[str, Any]:
-        """Of every connection, as redis-py calls them. Each wait of it for the server ends by the deadline."""
+        """Options of every connection, as redis-py names them. Each wait for the server ends by the deadline."""
         left = deadline.left()
         unasked = {"protocol": 2, "driver_info": None}  # no HELLO and no CLIENT SETINFO: an ACL need not allow them
         return {"socket_timeout": left, "socket_connect_timeout": left, **unasked, **self.tls}
@@ -97,7 +97,7 @@ def _tls(settings: RedisSettings) -> dict[str, Any]:
     files = {"ssl_ca_certs": settings.ca, "ssl_certfile": settings.cert, "ssl_keyfile": settings.key}
     for path in filter(None, files.values()):
         if not path.is_file():
-            raise BackendError(f"{path}: there is no such file")
+            raise BackendError(f"{path}: file does not exist")
     required = "required" if settings.verify else "none"
     return {**files, "ssl_cert_reqs": required, "ssl_check_hostname": settings.verify}
 
@@ -113,9 +113,9 @@ class Links:
 
     @contextlib.contextmanager
     def borrow(self, address: Address, deadline: Deadline) -> Iterator[Link]:
-        """A connection until the end of the context. Raises BackendError for whatever fails there.
+        """A connection until the end of the context. Raises BackendError for any failure there.
 
-        It is used again if every answer was received, be it an error.
+        It is used again if every answer was received, even if it is an error.
         """
         link = None
         try:
@@ -170,9 +170,9 @@ class Links:
 
 
 def named(where: object, error: BaseException) -> BaseException:
-    """The error to raise for one of the connection, of redis-py, or of a peer that cannot be understood."""
+    """The error to raise for an error of the connection, of redis-py, or of a peer that cannot be understood."""
     error = _innermost(error)
-    code = getattr(error, "status_code", None)  # redis-py takes it from the front of what the server said
+    code = getattr(error, "status_code", None)  # redis-py takes it from the front of the server's message
     if code or isinstance(error, redis.ResponseError):
         error = ServerError(f"{code} {error}" if code else str(error))
     if isinstance(error, ServerError):

@@ -11,7 +11,7 @@ import attrs
 from kvtier_redis.link import Garbage, Link, ServerError, command, command_around
 from kvtier_redis.names import Manifest
 
-#: Requests that are sent before the answer to the first has come. More only fill the server's buffers.
+#: Number of requests that are sent before the first is answered. More would only fill the server's buffers.
 _WINDOW = 4
 
 
@@ -23,12 +23,12 @@ class Transfer:
     manifest: Manifest
     view: memoryview  #: as long as the frame
     moved: int = 0  #: parts that have arrived
-    left: int = 0  #: of a write: parts that may lie on a server
+    left: int = 0  #: of a write: parts that may be on a server
     failed: bool = False  #: a part is missing, or the server answered with an error
     error: ServerError | None = None  #: the first of these
 
     def begin(self) -> None:
-        """From the first part, perhaps again at another server."""
+        """Begin with the first part, perhaps again at another server."""
         self.moved, self.failed, self.error = 0, False, None
 
     @property
@@ -58,17 +58,17 @@ def receive(link: Link, transfers: Sequence[Transfer]) -> None:
 
 
 def send(link: Link, transfers: Sequence[Transfer], expiry: Sequence[bytes]) -> None:
-    """Store the parts of frames; ``expiry`` are the words of SET that end them. Raises BackendError and OSError."""
+    """Store the parts of frames; ``expiry`` has the words of SET that expire them. Raises BackendError and OSError."""
 
     def request(part: _Part) -> None:
-        part.of.left += 1  # until the server says no: it may store a part and never answer
+        part.of.left += 1  # until the server refuses: it may store a part and never answer
         head, tail = command_around((b"SET", part.name), len(part.view), expiry)
         link.send(head, part.view, tail)
 
     def take(part: _Part) -> None:
         answer = link.reply()
         if answer != b"OK" and not isinstance(answer, ServerError):
-            raise Garbage("the server answers something else than OK")
+            raise Garbage("unexpected reply from the server instead of OK")
         part.of.left -= isinstance(answer, ServerError)
         part.of.record(answer == b"OK", answer if isinstance(answer, ServerError) else None)
 

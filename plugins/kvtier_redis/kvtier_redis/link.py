@@ -20,7 +20,7 @@ _AHEAD = 64
 _LONGEST_ERROR = 200
 _LONGEST_LINE = 1 << 10
 _CHUNK = 1 << 16
-#: No answer that is parsed, and not received into a view, has more bytes.
+#: The most bytes of an answer that is parsed, and not received into a view.
 _LONGEST_REPLY = 256 << 20
 #: Kinds of lists. The parser makes room for all items as soon as they are announced; ten million are too many.
 _LISTS = (b"*", b"~", b">", b"|")
@@ -43,7 +43,7 @@ class Deadline:
         return left
 
     def share(self, among: int) -> Deadline:
-        """A deadline that leaves as much time for each of the others that have still to be served."""
+        """A deadline that leaves equal time for each of the others still to be served."""
         return Deadline(self.left() / among)
 
 
@@ -62,25 +62,25 @@ class ServerError(BackendError):
 
     @property
     def of_the_server(self) -> bool:
-        """Does it say that this server has lost its part, or may have? Errors such as OOM say nothing about that."""
+        """Does it mean that this server has lost its part, or may have? Errors such as OOM do not."""
         return self.elsewhere or self.code in ("ASK", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
 
 
 class Garbage(BackendError):
-    """The peer does not speak RESP, or answers something else than what was asked."""
+    """The peer does not speak RESP, or its reply does not fit the request."""
 
 
 class Link:
     """Raises BackendError and OSError; then it must be closed. For one thread at a time.
 
-    Commands may be sent before the answers of earlier ones were received: `send` them, then take a `reply` for each,
-    or `reply_into` for each. While one command waits for the one, none may wait for the other.
+    Commands may be sent before the answers to earlier ones were received: `send` them, then take a `reply` for each, or
+    `reply_into` for each. While a command waits for one of these, none may wait for the other.
     """
 
     def __init__(self, connection: AbstractConnection, deadline: Deadline):
         """On a connection that is open, and has nothing more to receive."""
-        self.deadline = deadline  #: by then each operation has ended
-        self.waiting = 0  #: answers that were not received yet
+        self.deadline = deadline  #: by which each operation ends
+        self.waiting = 0  #: number of answers not yet received
         self._connection = connection
         self._sock = sock = _socket_of(connection)
         self._reader = hiredis.Reader(protocolError=Garbage, replyError=ServerError, notEnoughData=_NOT_YET)
@@ -93,7 +93,7 @@ class Link:
 
     @property
     def is_stale(self) -> bool:
-        """Was it closed by the peer, or did the peer say something unasked?"""
+        """Was it closed by the peer, or did the peer send something unasked?"""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(0))
@@ -108,7 +108,7 @@ class Link:
         return [self.reply() for _ in commands]
 
     def send(self, *buffers: bytes | memoryview, answers: int = 1) -> None:
-        """Send the buffers one after the other: commands that have ``answers`` answers in all."""
+        """Send the buffers one after another: commands that have ``answers`` answers in all."""
         self.waiting += answers
         views = [memoryview(buffer) for buffer in buffers]
         while views:
@@ -120,7 +120,7 @@ class Link:
                 views[0] = views[0][sent:]
 
     def reply(self) -> Any:
-        """The next answer: bytes, a number, None, a list of such, or a ServerError."""
+        """The next answer: bytes, a number, None, a list of these, or a ServerError."""
         received, tail = 0, b""
         while (answer := self._reader.gets()) is _NOT_YET:
             data, self._ahead = self._ahead or self._receive(_CHUNK), b""
@@ -132,7 +132,7 @@ class Link:
         return answer
 
     def reply_into(self, view: memoryview) -> bool | ServerError:
-        """Receive a value into the view. False if there is none, or one of another length; the view is then as it was.
+        """Receive a value into the view. False if there is none, or one of another length; the view is then unchanged.
 
         Returns the ServerError if that is the answer.
         """
@@ -190,10 +190,10 @@ class Link:
 
 
 def _socket_of(connection: AbstractConnection) -> socket.socket:
-    """The one place that knows the name which redis-py gives to a connection's socket: there is none for others."""
+    """The one place that knows redis-py's name for a connection's socket: others have none."""
     sock: socket.socket | None = getattr(connection, "_sock", None)
     if sock is None:
-        raise BackendError("this version of redis-py does not show the sockets of its connections")
+        raise BackendError("this version of redis-py does not expose the sockets of its connections")
     return sock
 
 
@@ -210,7 +210,7 @@ def _announces_too_much(data: bytes) -> bool:
 def _length(line: bytes) -> int:
     """The length that the line before a value announces; -1 if there is no value."""
     if line[:1] != b"$" or not (line[1:].isdigit() or line == b"$-1"):
-        raise Garbage("the server answers something else than what was asked")
+        raise Garbage("unexpected reply from the server")
     return int(line[1:])
 
 

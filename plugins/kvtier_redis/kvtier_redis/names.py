@@ -12,20 +12,20 @@ import attrs
 from kvtier_core.storekit.namespaces import home_of
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey, Namespace
 
-#: Parts that no manifest names may be of a write that is still under way, if they are not older. In seconds.
+#: Seconds for which parts that no manifest names may belong to a write that is still under way.
 UNFINISHED = 3600
-#: No frame has more parts. So a manifest that somebody else wrote cannot make this process list millions of names.
+#: No frame has more parts. So a manifest that another program wrote cannot make this process list millions of names.
 _MOST_PARTS = 1 << 16
 _MANIFEST = re.compile(rb"kvtier-1 ([0-9]{1,15}) ([0-9]{1,15}) ([0-9a-f]{24})")
 
 
-#: Home, key, and of a part its write.
+#: Home, key, and for a part its write.
 _FRAME = re.compile(rb"([0-9a-f]{16}):\{([0-9a-f]{64})\}(?::([0-9a-f]{24}):[0-9]{1,5})?")
 
 
 @attrs.frozen
 class Manifest:
-    """Says where the parts of a frame are. A frame without one cannot be found."""
+    """Locates the parts of a frame. A frame without one cannot be found."""
 
     nbytes: int  #: of the frame
     part: int  #: bytes of each part but the last
@@ -33,7 +33,7 @@ class Manifest:
 
     @classmethod
     def new(cls, nbytes: int, part: int) -> Manifest:
-        """Of a write that begins now."""
+        """The manifest of a write that begins now."""
         part = max(part, -(-nbytes // _MOST_PARTS))
         return cls(nbytes, part, f"{int(time.time()):08x}{secrets.token_hex(8)}")
 
@@ -52,7 +52,7 @@ class Manifest:
 
     @property
     def count(self) -> int:
-        """Of its parts."""
+        """Number of its parts."""
         return -(-self.nbytes // self.part)
 
     def parts(self, name: bytes) -> Iterator[tuple[bytes, int, int]]:

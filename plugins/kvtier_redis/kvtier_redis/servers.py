@@ -29,14 +29,14 @@ class Servers(abc.ABC):
 
     @abc.abstractmethod
     def all(self, deadline: Deadline) -> Sequence[Address]:
-        """The servers that have all frames together."""
+        """The servers that together have all frames."""
 
     def group(self, keys: Sequence[ChunkKey], deadline: Deadline) -> dict[Address, list[int]]:
         """The numbers of the keys by the server that has them; a key that no server has is left out."""
         return {self.of(b"", deadline): list(range(len(keys)))} if keys else {}
 
     def distrust(self) -> None:
-        """A server failed, or named another one: find out again before the next answer."""
+        """A server failed, or named another: find out again before the next answer."""
 
 
 class OneServer(Servers):
@@ -81,7 +81,7 @@ class Sentinels(Servers):
             return Address(str(host), int(port))
         except MasterNotFoundError:  # it shows connections with all their settings
             asked = ", ".join(f"{host}:{port}" for host, port in self._sentinels)
-            raise BackendError(f"none of the sentinels {asked} knows a master of {self._service} that is up") from None
+            raise BackendError(f"none of the sentinels {asked} knows a running master of {self._service}") from None
         except FAILURES as error:
             raise named(f"the sentinels of {self._service}", error) from error
         finally:
@@ -98,7 +98,7 @@ class Cluster(Servers):
         self._seed = address_in(url)
         self._dialer = dialer
         self._slots: Mapping[int, Address] = {}
-        self._known = {self._seed}  # whom to ask for the slots: masters and replicas
+        self._known = {self._seed}  # servers to ask for the slots: masters and replicas
         self._stale = True
 
     def of(self, name: bytes, deadline: Deadline) -> Address:

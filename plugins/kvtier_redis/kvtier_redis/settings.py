@@ -36,11 +36,11 @@ def _check_url(config: object, field: attrs.Attribute, url: str) -> None:
 
 def _check_mode(config: RedisSettings, field: attrs.Attribute, mode: str) -> None:
     if mode == "sentinel" and not (config.sentinels and config.service):
-        raise ValueError("mode: sentinel needs sentinels, host:port of each, and service, the name of the master")
+        raise ValueError("mode: sentinel needs sentinels (host:port of each) and service (the name of the master)")
     if mode != "single" and config.url.startswith("unix:"):
-        raise ValueError(f"mode: {mode} needs hosts and ports, and the url is a Unix socket's")
+        raise ValueError(f"mode: {mode} needs hosts and ports, but the url names a Unix socket")
     if mode == "cluster" and urlsplit(config.url).path.strip("/0"):
-        raise ValueError("a cluster has only database 0; leave the number out of the url")
+        raise ValueError("a cluster has only database 0; remove the number from the url")
 
 
 def _check_sentinels(config: object, field: attrs.Attribute, sentinels: tuple[str, ...]) -> None:
@@ -56,7 +56,7 @@ def _check_prefix(config: object, field: attrs.Attribute, prefix: str) -> None:
 
 def _check_part(config: object, field: attrs.Attribute, part: int) -> None:
     if not FRAME_ALIGNMENT <= part <= _MOST_PART:
-        raise ValueError(f"a part has from {Nbytes(FRAME_ALIGNMENT)} to {_MOST_PART}")
+        raise ValueError(f"a part must be from {Nbytes(FRAME_ALIGNMENT)} to {_MOST_PART}")
 
 
 def _check_ttl(config: object, field: attrs.Attribute, ttl: float | None) -> None:
@@ -70,18 +70,18 @@ class RedisSettings:
 
     #: The server; in a cluster one of its nodes; with sentinels only the scheme and the database count.
     url: str = attrs.field(default="redis://127.0.0.1:6379/0", validator=_check_url)
-    #: The addresses of Sentinels, which say where the master is.
+    #: The addresses of Sentinels, which know where the master is.
     sentinels: tuple[str, ...] = attrs.field(default=(), converter=tuple, validator=_check_sentinels)
     service: str = ""  #: the name that the sentinels know the master by
     #: The kind of server that ``url`` names.
     mode: Literal["single", "cluster", "sentinel"] = attrs.field(default="single", validator=_check_mode)
     username: str = ""  #: of the server's ACL; without one it is ``default``
     password: EnvSecret | None = None  #: of ``username``, or of the server
-    ca: Path | None = None  #: who signed the server's certificate, besides those that the system trusts
+    ca: Path | None = None  #: the authority that signed the server's certificate, besides those that the system trusts
     cert: Path | None = None  #: of this client, if the server asks for one
     key: Path | None = None  #: of this client's certificate
-    verify: bool = True  #: refuse a server whose certificate is of somebody else
+    verify: bool = True  #: refuse a server whose certificate is for another host
     prefix: str = attrs.field(default="kvtier", validator=_check_prefix)  #: of all keys on the server
-    ttl: Seconds | None = attrs.field(default=None, validator=_check_ttl)  #: after this a frame is gone
-    #: Frames are stored in values of so many bytes. Above 8 MiB the server's allocator returns each to the system.
+    ttl: Seconds | None = attrs.field(default=None, validator=_check_ttl)  #: a frame expires after this
+    #: Frames are stored in values of this size. Above 8 MiB the server's allocator returns each to the system.
     part: Nbytes = attrs.field(default=Nbytes(1 << 20), validator=_check_part)

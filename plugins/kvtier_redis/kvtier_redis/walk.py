@@ -30,7 +30,7 @@ def everything(settings: RedisSettings) -> Iterator[Iterator[Stored]]:
 
 
 def recount(settings: RedisSettings) -> None:
-    """Make the ledger name the frames that are there, and the account their bytes. Raises BackendError."""
+    """Make the ledger match the frames that are there, and the account their bytes. Raises BackendError."""
     with contextlib.closing(Client(settings)) as client:
         walk = _Walk(client, Names(settings.prefix))
         with walk.ledger() as ledger:
@@ -118,7 +118,7 @@ class _Walk:
         )
 
     def thing(self, name: bytes, nbytes: int) -> Stored:
-        """An entry that is no frame."""
+        """An entry that is not a frame."""
         return Stored(
             where=name.decode(),
             nbytes=nbytes,
@@ -144,7 +144,7 @@ class _Walk:
     def range(self, name: bytes, begin: int, end: int) -> bytes:
         piece = self.call(name, "GETRANGE", name, begin, end - 1)
         if not isinstance(piece, bytes):
-            raise Garbage("the server answers something else than what was asked")
+            raise Garbage("unexpected reply from the server")
         return piece
 
     def remove(self, name: bytes, manifest: Manifest) -> None:
@@ -163,4 +163,4 @@ def _page(answer: Any) -> tuple[bytes, list[bytes]]:
         cursor, listed = answer
         return bytes(cursor), [bytes(name) for name in listed]
     except (TypeError, ValueError):
-        raise Garbage("the server answers something else than what was asked") from None
+        raise Garbage("unexpected reply from the server") from None

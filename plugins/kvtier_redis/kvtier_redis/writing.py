@@ -56,7 +56,7 @@ class Write:
         stored = [number for number, outcome in enumerate(outcomes) if outcome is True]
         for number, entry in enumerate(entries):
             if outcomes[number] is not True and not self._transfers[number].left:
-                account.give(entry)  # what may lie on a server stays in the ledger until it is evicted
+                account.give(entry)  # what may be on a server stays in the ledger until it is evicted
         for entry in self._removed:
             account.give(entry)
         lost = set(account.keep([entries[number] for number in stored]))
@@ -64,11 +64,11 @@ class Write:
             transfer = self._transfers[number]
             if entries[number] in lost:
                 if remove_frame(client, deadline, transfer.name, transfer.manifest):
-                    outcomes[number] = BackendError("evicted by another engine while it was written")
+                    outcomes[number] = BackendError("evicted by another engine while it was being written")
                 account.give(entries[number])
 
     def _publish(self, link: Link, transfers: Sequence[Transfer]) -> list[object]:
-        """Replace the manifests; returns those before, or ServerErrors."""
+        """Replace the manifests; returns the former ones, or ServerErrors."""
         answers = link.ask([self._manifest(each, b"GET") for each in transfers])
         for number, answer in enumerate(answers):
             if isinstance(answer, ServerError) and answer.code == "WRONGTYPE":  # what is there is not ours
@@ -96,12 +96,12 @@ class Write:
 
 
 def _expiry(seconds: float | None) -> list[bytes]:
-    """The words of SET after which a value goes by itself."""
+    """The words of SET that make a value expire."""
     return [] if seconds is None else [b"PX", b"%d" % (seconds * 1000)]
 
 
 def _error(error: ServerError | None, transfer: Transfer) -> BackendError | None:
-    """As the tier understands it."""
+    """The error as the tier understands it."""
     if error is not None and error.code == "OOM":
         return StoreFull(str(error), missing=transfer.manifest.nbytes)
     return error

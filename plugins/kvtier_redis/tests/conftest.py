@@ -8,9 +8,9 @@ from frames import PART
 from patience import HANG
 from servers.redis import one_server
 
-from kvtier_core.testing.samples import make_context
 from kvtier_core.types import Nbytes, Seconds
 from kvtier_redis.config import RedisConfig
+from kvtier_testing.samples import make_context
 
 
 @pytest.fixture(scope="module")

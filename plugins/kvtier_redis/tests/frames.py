@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import make_frame, same
 from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_testing.samples import make_frame, same
 
 NBYTES = 5 * FRAME_ALIGNMENT
 PART = 2 * FRAME_ALIGNMENT

@@ -9,8 +9,8 @@ from frames import NBYTES, PARTS, frame, manifests, names, parts, read, write
 from patience import HANG, wait_until
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import Poisoned, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, Seconds
+from kvtier_testing.samples import Poisoned, make_keys, make_namespace
 
 ONE, TWO, THREE = KEYS = make_keys(3)
 

@@ -10,8 +10,6 @@ import pytest
 from frames import NBYTES, PART, PARTS, frame, manifests, parts, read, write
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.testing.network import Proxy, Way
-from kvtier_core.testing.samples import make_context, make_key, make_keys
 from kvtier_core.types import Nbytes, Seconds
 from kvtier_redis import account
 from kvtier_redis.account import Account, Ledger, entry_of
@@ -19,6 +17,8 @@ from kvtier_redis.client import Client
 from kvtier_redis.config import RedisConfig
 from kvtier_redis.link import Deadline
 from kvtier_redis.names import Manifest, Names, frame_name
+from kvtier_testing.network import Proxy, Way
+from kvtier_testing.samples import make_context, make_key, make_keys
 
 CAPACITY = 64 * NBYTES
 
@@ -270,7 +270,7 @@ def test_a_lock_that_a_killed_engine_held_goes_by_itself(server, open_tier):
 
 
 @pytest.mark.parametrize("name", ["taken", "freed", "frames"])
-def test_an_account_that_somebody_else_overwrote_is_an_error(server, open_tier, name):
+def test_an_account_that_another_program_overwrote_is_an_error(server, open_tier, name):
     tier = open_tier(server, capacity=CAPACITY)
     server.ask("SET", f"kvtier:{{space}}:{name}", "text")
     with pytest.raises(BackendError):
@@ -278,7 +278,7 @@ def test_an_account_that_somebody_else_overwrote_is_an_error(server, open_tier, 
     assert read(tier, make_key(0)) == ["miss"]
 
 
-def test_entries_that_somebody_else_made_are_taken_out(server, open_tier):
+def test_entries_that_another_program_made_are_removed(server, open_tier):
     tier = open_tier(server, capacity=CAPACITY)
     others = ["", "text", "kvtier:namespaces kvtier-1 1 4096 " + "0" * 24, "é" * 99]
     for entry in others:

@@ -12,8 +12,8 @@ from servers.redis_groups import cluster
 from servers.stopping import stop
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 from kvtier_redis.names import Names, frame_name
+from kvtier_testing.samples import make_frame, make_keys, make_namespace
 
 KEYS = make_keys(24)
 HOME = Names("kvtier").home(make_namespace())
@@ -172,7 +172,7 @@ def _move(number, source, target, nodes):
         node.ask("CLUSTER", "SETSLOT", number, "NODE", ids[1])
 
 
-def test_a_slot_that_nobody_serves_fails_its_own_keys(nodes, tier):
+def test_a_cluster_slot_that_no_node_serves_fails_its_own_keys(nodes, tier):
     key = on(0)[0]
     write(tier, KEYS)
     for node in nodes:

@@ -10,8 +10,8 @@ import redis
 from servers.redis import one_server, tls_server
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import make_keys
 from kvtier_redis.link import Deadline, Link
+from kvtier_testing.samples import make_keys
 
 KEYS = make_keys(1)
 
@@ -25,7 +25,7 @@ def test_redis_py_shows_the_sockets_of_its_connections(server):
 
 
 def test_a_connection_without_its_socket_is_a_backend_error():
-    with pytest.raises(BackendError, match="does not show the sockets"):
+    with pytest.raises(BackendError, match="does not expose the sockets"):
         Link(redis.Connection(), Deadline(1))
 
 
@@ -35,7 +35,7 @@ def tls(tmp_path_factory):
         yield server
 
 
-def test_a_certificate_of_somebody_unknown_is_refused(tls, open_tier):
+def test_a_certificate_of_an_unknown_authority_is_refused(tls, open_tier):
     assert "CERTIFICATE_VERIFY_FAILED" in open_tier(tls).facts()["url"]
     assert open_tier(tls, verify=False).contains(KEYS) == [False]
     assert open_tier(tls, ca=tls.folder / "ca.pem").contains(KEYS) == [False]
@@ -48,7 +48,7 @@ def test_a_certificate_for_another_name_is_refused(tls, open_tier):
 
 @pytest.mark.parametrize("file", ["ca", "cert", "key"])
 def test_a_file_of_tls_that_is_not_there_stops_the_start(tls, open_tier, file):
-    with pytest.raises(BackendError, match="nowhere.pem: there is no such file"):
+    with pytest.raises(BackendError, match="nowhere.pem: file does not exist"):
         open_tier(tls, **{file: Path("nowhere.pem")})
 
 

@@ -9,8 +9,8 @@ from frames import PART, frame, manifests, names, parts, write
 from servers.redis_groups import cluster
 
 from kvtier_core.cli import main
-from kvtier_core.testing.samples import make_frame, make_keys
 from kvtier_redis.config import RedisConfig
+from kvtier_testing.samples import make_frame, make_keys
 
 WHOLE, TORN, GONE, LYING, SWAPPED = KEYS = make_keys(5)
 WHOLE_ALONE = {"whole": 1, "torn": 0, "incompatible": 0, "foreign": 0, "orphaned": 0, "unreadable": 0}

@@ -11,11 +11,11 @@ from redis.crc import key_slot
 from servers.redis import one_server, tls_server
 from servers.redis_groups import cluster
 
-from kvtier_core.testing import Proxy, SharedBackendLaws
-from kvtier_core.testing.samples import make_context, make_frame, make_keys, make_namespace
 from kvtier_core.types import EnvSecret, Nbytes
 from kvtier_redis.config import RedisConfig
 from kvtier_redis.names import Names, frame_name
+from kvtier_testing import Proxy, SharedBackendLaws
+from kvtier_testing.samples import make_context, make_frame, make_keys, make_namespace
 
 README = Path(__file__).parents[1] / "README.md"
 PART = Nbytes(8192)  # so that the frames of the laws have several parts

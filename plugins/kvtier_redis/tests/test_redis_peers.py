@@ -12,9 +12,9 @@ from frames import NBYTES, PART, frame, read, write
 from sizes import some
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.testing.samples import Poisoned, make_context, make_keys
 from kvtier_core.types import Seconds
 from kvtier_redis.config import RedisConfig
+from kvtier_testing.samples import Poisoned, make_context, make_keys
 
 ONE, TWO = make_keys(2)
 MANIFEST = b"kvtier-1 %d %d " % (NBYTES, PART) + b"0" * 24

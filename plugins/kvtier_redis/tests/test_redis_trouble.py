@@ -7,8 +7,8 @@ from frames import NBYTES, PARTS, frame, manifests, names, parts, read, write
 from patience import answered
 
 from kvtier_core.errors import BackendError, StoreFull
-from kvtier_core.testing.samples import make_keys
 from kvtier_core.types import EnvSecret
+from kvtier_testing.samples import make_keys
 
 ONE, TWO, THREE = KEYS = make_keys(3)
 CALLS = {

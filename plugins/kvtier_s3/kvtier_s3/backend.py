@@ -19,7 +19,7 @@ _MOST_NAMESPACES = 64  # whose facts are read
 
 
 class S3Backend(Backend, SupportsNamespaces):
-    """Frames as objects. `kvtier_s3.settings` says what the settings mean."""
+    """Frames as objects. `kvtier_s3.settings` explains the settings."""
 
     shared = True
 
@@ -41,6 +41,10 @@ class S3Backend(Backend, SupportsNamespaces):
         self._part = part
         self._timeout = timeout
         self._facts = facts
+
+    @property
+    def used(self) -> int | None:
+        return None if self._space is None else self._space.used
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         with self._bucket.calls.within(self._timeout):
@@ -122,9 +126,9 @@ class S3Backend(Backend, SupportsNamespaces):
 
 
 async def _read(bucket: Bucket, name: str, view: memoryview, part: int) -> int:
-    """The bytes of an object; 0 if there is none or if it is longer than its view. Raises BackendError.
+    """Read an object. Returns its bytes; 0 if it is missing, or longer than its view. Raises BackendError.
 
-    One that may be longer than ``part`` is read in ranges of that length, of one version.
+    An object that may be longer than ``part`` is read in ranges of that length, of one version.
     """
     try:
         return await _read_version(bucket, name, view, part)
@@ -139,16 +143,16 @@ async def _read_version(bucket: Bucket, name: str, view: memoryview, part: int) 
     view[: len(first.body)] = first.body
     begins = range(len(first.body), first.nbytes, part)
     if begins and (len(first.body) != part or not first.etag):
-        raise BackendError(f"{bucket.where}/{name}: the store does not return the range that it was asked for")
+        raise BackendError(f"{bucket.where}/{name}: the store did not return the requested range")
 
     async def read_range(begin: int) -> None:
         nbytes = min(part, first.nbytes - begin)
         more = await bucket.get(name, len(view), begin=begin, nbytes=nbytes, etag=first.etag)
         if more.nbytes != first.nbytes or len(more.body) != nbytes:
-            raise BackendError(f"{bucket.where}/{name}: the store does not return the range that it was asked for")
+            raise BackendError(f"{bucket.where}/{name}: the store did not return the requested range")
         view[begin : begin + nbytes] = more.body
 
-    # All are waited for, whatever becomes of one: nothing may be written into the view afterwards.
+    # Wait for all, whatever happens to one: nothing may be written into the view afterwards.
     for failure in await asyncio.gather(*map(read_range, begins), return_exceptions=True):
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""A bucket, and what can be asked of it."""
+"""A bucket, and the requests to it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Found:
 class _Copies:
     """Copies of request bodies, in memory that is used again: the pages of fresh memory cost more than the copy.
 
-    A request that is given up may be sent from its buffer for a moment longer, so it never gets the arena's memory.
+    A request that is given up may be sent from its buffer for a moment longer, so it never uses the arena's memory.
 
     All methods may be called on any thread.
     """
@@ -95,7 +95,7 @@ class Bucket:
     async def get(self, name: str, room: int, *, begin: int = 0, nbytes: int | None = None, etag: str = "") -> Found:
         """Read an object, or ``nbytes`` of it from ``begin`` on; only if it is still the version with this ETag.
 
-        Of an object with more than ``room`` bytes nothing is read.
+        An object with more than ``room`` bytes is not read.
         """
         options: GetOptions = {}
         if nbytes is not None:
@@ -107,7 +107,7 @@ class Bucket:
             total, (first, end) = found.meta["size"], found.range
             body = memoryview(await found.bytes_async() if total <= room else b"")
         if total <= room and (first != begin or len(body) != end - begin):
-            raise BackendError(f"{self.where}/{name}: the store does not return what it was asked for")
+            raise BackendError(f"{self.where}/{name}: the store did not return what was requested")
         return Found(total, found.meta["e_tag"] or "", body, found.attributes)
 
     async def put(
@@ -150,7 +150,7 @@ class Bucket:
             return None
 
     def list(self, folder: str) -> Sequence[Listed]:
-        """All objects in a folder and below, in no order. Of many, pages are asked for side by side, by a hex digit."""
+        """All objects in a folder and below, in no order. Many are listed in parallel, by their first hex digit."""
         few = self.calls.one(self._list, folder, f"{folder}/", f"{folder}0", most=_PAGE)
         if len(few) < _PAGE:
             return few
@@ -198,7 +198,7 @@ class Bucket:
 
     @contextlib.asynccontextmanager
     async def _asking(self, nbytes: int = 0) -> AsyncIterator[None]:
-        """Waits for the turn of a request; what obstore raises is raised as this plugin's. ``nbytes`` are written."""
+        """Waits for the turn of a request; errors of obstore become this plugin's. ``nbytes`` are written."""
         failure = None
         async with self.calls.gate:
             try:

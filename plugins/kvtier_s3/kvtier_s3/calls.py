@@ -22,10 +22,27 @@ from kvtier_s3.errors import Unanswered
 T = TypeVar("T")
 
 
+class _EventLoop(asyncio.SelectorEventLoop):
+    """It polls: the set of an epoll is shared with a forked process, which would empty it when it collects the loop."""
+
+    def __init__(self) -> None:
+        super().__init__(selectors.PollSelector())
+        self.wakers: dict[int, None] = {}  #: threads that are waking it
+
+    def call_soon_threadsafe(self, *args: Any, **context: Any) -> asyncio.Handle:  # type: ignore[override]
+        """As in the base class."""
+        self.wakers[waker := threading.get_ident()] = None
+        try:
+            return super().call_soon_threadsafe(*args, **context)
+        finally:
+            del self.wakers[waker]  # no call, so that the thread keeps the GIL until it is out of Python
+
+
 @attrs.frozen
 class _Loop:
     """The event loop of one thread."""
 
+    events: _EventLoop
     runner: asyncio.Runner
     gate: asyncio.Semaphore
 
@@ -49,7 +66,7 @@ class Calls:
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Requests of this thread in the context end after so many seconds."""
+        """Requests of this thread in the context end after ``seconds`` seconds."""
         outer = self._deadline
         self._local.deadline = min(outer, time.monotonic() + seconds)
         try:
@@ -68,8 +85,9 @@ class Calls:
             return self._on_another_thread(lambda: self.at_once(ask, *arguments))
         loop: _Loop | None = getattr(self._local, "loop", None)
         if loop is None:
-            runner = asyncio.Runner(loop_factory=_new_loop)
-            loop = self._local.loop = _Loop(runner, asyncio.Semaphore(self._width))
+            events = _EventLoop()
+            runner = asyncio.Runner(loop_factory=lambda: events)
+            loop = self._local.loop = _Loop(events, runner, asyncio.Semaphore(self._width))
             self._loops.append(loop)
         return loop.runner.run(self._run(ask, list(zip(*arguments, strict=True))))
 
@@ -81,16 +99,22 @@ class Calls:
         return answer
 
     def pause(self, seconds: float) -> None:
-        """Wait for at most so many seconds, at random. Raises BackendError if the call's time is up."""
+        """Wait for a random time, at most ``seconds``. Raises BackendError if the call's time is up."""
         if time.monotonic() + seconds > self._deadline:
-            raise Unanswered(f"{self._where}: not done in time")
+            raise Unanswered(f"{self._where}: not finished in time")
         time.sleep(random.uniform(0, seconds))
 
     def close(self) -> None:
-        """Close the loops. No call is under way."""
+        """Close the loops. No call is under way.
+
+        A thread of obstore that is still waking one would abort the process if the interpreter ended meanwhile.
+        """
         self._closed = True
         while self._loops:
-            self._loops.pop().runner.close()
+            loop = self._loops.pop()
+            while loop.events.wakers:
+                time.sleep(1e-4)
+            loop.runner.close()
 
     def _on_another_thread(self, call: Callable[[], T]) -> T:
         """An engine that is made in a notebook opens its tiers in the notebook's event loop, which runs already."""
@@ -129,14 +153,6 @@ class Calls:
     @property
     def _deadline(self) -> float:
         return getattr(self._local, "deadline", math.inf)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    """Made by a factory, it is not the one that the thread finds by default.
-
-    It polls: the set of an epoll is shared with a forked process, which would empty it when it collects the loop.
-    """
-    return asyncio.SelectorEventLoop(selectors.PollSelector())
 
 
 def _in_event_loop() -> bool:

@@ -33,4 +33,4 @@ class S3Config(S3Settings, BackendConfig):
     def recount(self, capacity: Nbytes) -> None:
         from kvtier_s3.walk import recount_bucket
 
-        recount_bucket(self)  # counted anew: others may have written since these bytes were counted
+        recount_bucket(self)  # counted again: others may have written since these bytes were counted

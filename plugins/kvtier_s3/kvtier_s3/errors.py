@@ -1,4 +1,4 @@
-"""The meaning of obstore's errors. Of their words only the code is repeated: others may quote what signs a request."""
+"""The meaning of obstore's errors. Only the code in their text is repeated: the rest may quote what signs a request."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Conflict(BackendError):
 
 
 class NoConditions(BackendError):
-    """The store knows no conditional writes."""
+    """The store has no conditional writes."""
 
 
 class StoreDown(BackendError):
-    """Not about one key: whatever else were asked of the store would fail alike."""
+    """Not about one key: any other request to the store would fail, too."""
 
 
 class Unanswered(StoreDown):
-    """The store does not answer, or says that it cannot work now. That may pass."""
+    """The store does not answer, or reports that it cannot work now. That may pass."""
 
 
 _STATUS = re.compile(r"status code: (\d{3})\b")
@@ -38,17 +38,17 @@ _BROKEN = (re.compile(r'message: "([A-Z][a-z ]{1,40})"'), re.compile(r"HttpError
 _FULL = {"QuotaExceeded", "InsufficientStorage", "InsufficientCapacity", "XMinioStorageFull", "EntityQuotaExceeded"}
 _SLOW_DOWN = {"SlowDown", "SlowDownRead", "SlowDownWrite", "RequestLimitExceeded", "Throttling", "TooManyRequests"}
 _REASONS = {
-    "AccessDenied": "these credentials may not do this; the README lists the permissions that are needed",
+    "AccessDenied": "these credentials lack a permission; see the README for those that are needed",
     "AuthorizationHeaderMalformed": "the bucket is in another region; set `region`",
     "ExpiredToken": "the credentials have expired",
     "InvalidAccessKeyId": "the store does not know these credentials",
     "InvalidToken": "the store does not know these credentials",
-    "NoSuchBucket": "there is no such bucket",
+    "NoSuchBucket": "no such bucket",
     "PermanentRedirect": "the bucket is in another region; set `region`",
     "RequestTimeTooSkewed": "the clock of this machine and that of the store differ",
     "SignatureDoesNotMatch": "the secret key is wrong",
 }
-#: Where a response has no body to say more.
+#: The code for a status whose response has no body.
 _OF_STATUS = {301: "PermanentRedirect", 403: "AccessDenied"}
 _OF_ONE_KEY = {404: Absent, 405: BackendError, 409: Conflict, 412: Conflict, 416: Absent, 501: NoConditions}
 
@@ -68,7 +68,7 @@ def error_of(error: Exception, where: str, nbytes: int = 0) -> BackendError:
     if "BareRedirect" in text:
         return StoreDown(f"{where}: {_REASONS['PermanentRedirect']}")
     if "HttpError" not in text:
-        return BackendError(f"{where}: the store does not return what it was asked for")
+        return BackendError(f"{where}: the store did not return what was requested")
     told = [found[1] for found in (words.search(text) for words in _BROKEN) if found]
     return Unanswered(f"{where}: no answer{f': {told[0]}' if told else ''}")
 

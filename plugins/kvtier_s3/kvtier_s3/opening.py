@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
 _REGION = "us-east-1"
-#: Credentials that boto3 returns are good for ten minutes at least; it refreshes them in time if it is asked.
+#: Credentials from boto3 are valid for at least ten minutes; it refreshes them in time if it is asked.
 _ASK_AGAIN = timedelta(minutes=5)
-#: Attempts after the first one, after pauses that are random and ever longer.
+#: Attempts after the first, each after a random pause from an ever longer range.
 _RETRIES: RetryConfig = {
     "max_retries": 4,
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
@@ -69,7 +69,7 @@ class _Session:
                 )
             credentials = Boto3CredentialProvider(session, ttl=_ASK_AGAIN)
         except (BotoCoreError, ValueError) as error:
-            raise BackendError(f"the AWS configuration cannot be used: {type(error).__name__}") from None
+            raise BackendError(f"invalid AWS configuration: {type(error).__name__}") from None
         return cls(_plain(url), region, ".amazonaws.com" in url, credentials, bundle and Path(bundle))
 
     @property
@@ -78,7 +78,7 @@ class _Session:
         return self.url.startswith("https:") or _is_this_machine(urlsplit(self.url).hostname or "")
 
     def url_of(self, bucket: str) -> str:
-        """Where the bucket is, if it is named in the host."""
+        """The URL of the bucket, if the host names it."""
         scheme, _, host = self.url.partition("://")
         return f"{scheme}://{bucket}.{host}"
 
@@ -103,7 +103,7 @@ def open_backend(settings: S3Settings, ctx: OpenContext) -> S3Backend:
 
 
 def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, str]]:
-    """The bucket, of which nothing was asked yet, and what became of the settings. Raises BackendError.
+    """The bucket, to which no request was made yet, and the effective settings. Raises BackendError.
 
     ``timeout`` is that of one request, with its repetitions.
     """
@@ -113,7 +113,7 @@ def connect(settings: S3Settings, timeout: Seconds) -> tuple[Bucket, dict[str, s
     )
     unsigned = settings.unsigned == "on" or (settings.unsigned == "auto" and session.protects_bytes)
     url = session.url_of(settings.bucket) if by_host else session.url
-    # Settings that obstore would take from the environment are named here, where it would decide otherwise than boto3.
+    # Settings that obstore would take from the environment are named here, where it would decide unlike boto3.
     how: S3Config = {"region": session.region, "endpoint": url, "aws_endpoint_url_s3": url, "conditional_put": "etag"}
     how |= {"virtual_hosted_style_request": by_host, "unsigned_payload": unsigned, "skip_signature": False}
     how |= {"disable_bulk_delete": True, **_encryption(settings)}
@@ -149,7 +149,7 @@ def _encryption(settings: S3Settings) -> S3Config:
 
 
 def _reach(bucket: Bucket, names: Names, ctx: OpenContext) -> bool:
-    """Leave the facts of the namespace beside its frames. False if the store does not answer.
+    """Leave the facts of the namespace beside its frames. Returns False if the store does not answer.
 
     Raises BackendError if it refuses to be read. A missing permission to write shows with the first frame.
     """
@@ -167,10 +167,8 @@ def _reach(bucket: Bucket, names: Names, ctx: OpenContext) -> bool:
 
 def _space(bucket: Bucket, prefix: str, capacity: int) -> BucketSpace:
     if not conditions_hold(bucket, prefix):
-        why = (
-            f"{bucket.where}: the store does not know If-Match and If-None-Match, so that engines cannot count together"
-        )
-        raise ConfigError([Problem("", "$.capacity", why, "leave it out, and let the store expire objects")])
+        why = f"{bucket.where}: the store does not support If-Match and If-None-Match, so engines cannot count together"
+        raise ConfigError([Problem("", "$.capacity", why, "omit it, and let the store expire objects")])
     return BucketSpace(bucket, prefix, ahead=capacity // 64)
 
 

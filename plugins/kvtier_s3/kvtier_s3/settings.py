@@ -22,22 +22,22 @@ _MOST_REQUESTS = 256
 
 def _bucket_name(config: object, field: attrs.Attribute, name: str) -> None:
     if not _BUCKET.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a bucket")
+        raise ValueError(f"{name!r} is not a valid bucket name")
 
 
 def _plain_name(config: object, field: attrs.Attribute, name: str) -> None:
     if not _PLAIN.fullmatch(name) or {".", ".."} & set(name.split("/")):
-        raise ValueError(f"{name!r} is no prefix; write letters, digits, '-', '_', '.' and '/' between names")
+        raise ValueError(f"{name!r} is not a valid prefix; write letters, digits, '-', '_', '.' and '/' between names")
 
 
 def _plain_url(config: object, field: attrs.Attribute, url: str | None) -> None:
     if url is not None and not _ENDPOINT.fullmatch(url):
-        raise ValueError("an endpoint is https://HOST:PORT, without a path or a password")
+        raise ValueError("an endpoint must be https://HOST:PORT, without a path or a password")
 
 
 def _one_word(config: object, field: attrs.Attribute, word: str | None) -> None:
     if word is not None and not _WORD.fullmatch(word):
-        raise ValueError(f"{word!r} is no {field.alias}")
+        raise ValueError(f"{word!r} is not a valid {field.alias}")
 
 
 def _long_enough(config: object, field: attrs.Attribute, nbytes: Nbytes) -> None:
@@ -49,18 +49,18 @@ def _long_enough(config: object, field: attrs.Attribute, nbytes: Nbytes) -> None
 class S3Settings:
     """Where the bucket is and how it is used. Credentials come from where boto3 finds them, never from here."""
 
-    bucket: str = attrs.field(validator=_bucket_name)  #: its name; it must be there
+    bucket: str = attrs.field(validator=_bucket_name)  #: its name; the bucket must exist
     prefix: str = attrs.field(default="kvtier", validator=_plain_name)  #: of the names of all objects
-    endpoint: str | None = attrs.field(default=None, validator=_plain_url)  #: of another store than AWS
-    #: By default what the environment or the profile says, or us-east-1.
+    endpoint: str | None = attrs.field(default=None, validator=_plain_url)  #: of a store other than AWS
+    #: By default that of the environment or the profile, or us-east-1.
     region: str | None = attrs.field(default=None, validator=_one_word)
     addressing: Literal["auto", "path", "virtual"] = "auto"  #: where the bucket is named: in the path, or in the host
     profile: str | None = None  #: in ~/.aws/config
-    sse: Literal["none", "AES256", "aws:kms"] = "none"  #: encryption by the store that writes ask for
+    sse: Literal["none", "AES256", "aws:kms"] = "none"  #: encryption by the store, as requested with each write
     kms_key: str | None = attrs.field(default=None, validator=_one_word)  #: for ``aws:kms``; by default the bucket's
     ca: Path | None = None  #: certificates to trust, besides the system's
-    part: Nbytes = attrs.field(default=Nbytes(8 << 20), validator=_long_enough)  #: longer frames go in parts
-    #: In flight at a time, for each call; the tier makes up to ``threads`` calls at once.
+    part: Nbytes = attrs.field(default=Nbytes(8 << 20), validator=_long_enough)  #: longer frames are moved in parts
+    #: In flight at a time, for each call; the tier makes up to ``threads`` calls at the same time.
     requests: int = attrs.field(default=32, validator=[attrs.validators.ge(1), attrs.validators.le(_MOST_REQUESTS)])
     #: Leave payloads out of the signature; ``auto``: where TLS protects them, or they do not leave this machine.
     unsigned: Literal["auto", "on", "off"] = "auto"

@@ -1,4 +1,4 @@
-"""The account of a capacity that engines share, kept in the bucket: two counters, and a lock for who evicts."""
+"""The account of a capacity that engines share, kept in the bucket: two counters, and a lock for evictions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvtier_s3.names import parsed
 
 #: Bytes that an engine takes from the account at a time, so that not every write costs two requests.
 QUANTUM = 256 << 20
-#: A lock that somebody saw unchanged for so long was left behind. Evictions end with their call, long before.
+#: A lock that was seen unchanged for this long was left behind. Evictions end with their call, long before.
 _STALE_SECONDS = 60.0
 _PAUSE = 0.2  # seconds between two looks at a lock
 _REMOVED_AT_ONCE = 32
-#: Frames among which an eviction looks for the oldest: some seconds of requests, however many frames there are.
+#: Frames among which an eviction looks for the oldest: a few seconds of requests, however many frames there are.
 MOST_LISTED = 1 << 15
 _ROOM = 1 << 16  # no counters and no lock are longer
 
@@ -31,7 +31,7 @@ class BucketSpace:
     """The capacity account of a bucket, for `SharedSpace`."""
 
     def __init__(self, bucket: Bucket, prefix: str, *, ahead: int = 0):
-        """While frames are evicted, up to ``ahead`` bytes of them more than asked for."""
+        """An eviction may remove up to ``ahead`` bytes of frames more than it was asked for."""
         self._bucket = bucket
         self._prefix = prefix
         self._ahead = ahead
@@ -41,7 +41,7 @@ class BucketSpace:
         # Of the eviction that holds the lock:
         self._listed: list[Listed] = []
         self._numbers: dict[Listed, int] = {}  # in the listing
-        self._removed: dict[Listed, BackendError | None] = {}  # ahead of `remove`, and why not
+        self._removed: dict[Listed, BackendError | None] = {}  # ahead of `remove`, and the errors
 
     def count(self, *, taken: int = 0, freed: int = 0) -> Count:
         """Add to the counters, by replacing the very version that was read."""
@@ -69,7 +69,7 @@ class BucketSpace:
     def oldest(self) -> Iterator[tuple[Listed, int]]:
         """The frames of every namespace, by the time of their last write.
 
-        Among very many, first those from random places, of which more than `MOST_LISTED` are sorted.
+        If there are very many, first more than `MOST_LISTED` of them, from random places, sorted; then the others.
         """
         sampled, whole = sample_of(self._bucket, self._prefix, 2 * MOST_LISTED)
         yield from self._note(sorted(sampled, key=_age))
@@ -86,7 +86,7 @@ class BucketSpace:
     def remove(self, place: Listed) -> bool:
         """Delete a frame, and those that come after it in the listing: one request at a time would take too long.
 
-        One that was replaced since it was listed is deleted, too: stores know no condition for that.
+        One that was replaced since it was listed is deleted, too: stores have no condition for that.
         """
         if place not in self._removed:
             batch = self._batch(self._numbers[place])
@@ -98,7 +98,7 @@ class BucketSpace:
         return True
 
     def _batch(self, begin: int) -> Sequence[Listed]:
-        """The frames to remove together with the one that was listed there."""
+        """The frames to remove together with the one listed at ``begin``."""
         sizes = itertools.accumulate(each.nbytes for each in self._listed[begin + 1 : begin + _REMOVED_AT_ONCE])
         return self._listed[begin : begin + 1 + sum(nbytes <= self._ahead for nbytes in sizes)]
 
@@ -119,7 +119,7 @@ class BucketSpace:
         return time.monotonic() - since > _STALE_SECONDS
 
     def _replace(self, name: str, before: Found | None, body: bytes) -> bool:
-        """Write an object in place of the version that was read. False if somebody else was faster."""
+        """Write an object in place of the version that was read. Returns False if another engine was faster."""
         try:
             self._bucket.calls.one(
                 self._bucket.put, name, body, new=before is None, etag="" if before is None else before.etag
@@ -181,7 +181,7 @@ def _body(**fields: int) -> bytes:
 
 
 def _count(found: Found) -> Count:
-    """The counters; 0 if they cannot be read, as if somebody had removed them."""
+    """The counters; 0 if they cannot be read, as if they had been removed."""
     try:
         fields = json.loads(bytes(found.body))
         return Count(int(fields["taken"]), int(fields["freed"]))

@@ -31,7 +31,7 @@ def everything_in(settings: S3Settings) -> Iterator[Iterator[Stored]]:
 
 
 def recount_bucket(settings: S3Settings) -> None:
-    """Make the account of the capacity say what lies in the bucket now. Raises BackendError."""
+    """Make the account of the capacity match what is in the bucket now. Raises BackendError."""
     bucket, _ = connect(settings, _SECONDS)
     with contextlib.closing(bucket.calls), bucket.calls.within(_RECOUNT_SECONDS):
         recount(BucketSpace(bucket, settings.prefix))

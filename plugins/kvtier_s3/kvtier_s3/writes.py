@@ -1,4 +1,4 @@
-"""Writes frames: those that are new in one request each, and those that are there already not again."""
+"""Writes frames: each new frame in one request; frames that are there already are not written again."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Write:
 
     @property
     def meta(self) -> dict[str, str]:
-        """Tells one frame from another, by the header, which has the checksum of its payload; and one write."""
+        """Identifies the frame, by its header, which has the checksum of its payload; and this one write of it."""
         return {_HEADER: hashlib.sha256(self.frame[:FRAME_HEADER_NBYTES]).hexdigest()[:32], _WRITE: self.nonce}
 
     @contextlib.contextmanager
     def growing(self, nbytes: int) -> Iterator[None]:
-        """The store is asked to grow: it may have, unless it says no."""
+        """The store is asked to grow: it may have grown, unless it refuses."""
         self.growth = max(nbytes, 0)
         try:
             yield
@@ -61,8 +61,8 @@ class Writer:
         self._names = names
         self._part = part
         self._requests = requests
-        self._conditions = True  # until the store says that it knows none
-        self._digests = True  # until an ETag turns out to be no digest: where a key of KMS encrypts
+        self._conditions = True  # until the store reports that it has none
+        self._digests = True  # until an ETag turns out not to be a digest: where a key of KMS encrypts
         self._suspects: set[ChunkKey] = set()
 
     def suspect(self, keys: Sequence[ChunkKey]) -> None:
@@ -70,7 +70,7 @@ class Writer:
         self._suspects.update(keys)
 
     def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> list[Write]:
-        """Store each frame, and say what became of it."""
+        """Store each frame, and return the outcomes."""
         writes = [Write(key, self._names.frame(key), frame) for key, frame in zip(keys, frames, strict=True)]
         long = sum(len(frame) > self._part for frame in frames)
         width = max(1, self._requests // max(1, long))  # parts of each that are in flight
@@ -110,7 +110,7 @@ class Writer:
         return found.nbytes
 
     async def _put_new(self, write: Write) -> bool:
-        """Of engines with the same prompt only one stores its frames. False if something is there already."""
+        """Of engines with the same prompt, only one stores its frames. Returns False if something is there."""
         try:
             with write.growing(len(write.frame)):
                 await self._bucket.put(write.name, write.frame, new=True, meta=write.meta)
@@ -123,7 +123,7 @@ class Writer:
 
 
 def _digest(frame: memoryview, part: int) -> str:
-    """The ETag of an object that is written as `Writer` does."""
+    """The ETag of an object as `Writer` writes it."""
     if len(frame) <= part:
         return _md5(frame).hexdigest()
     digests = [_md5(frame[begin : begin + part]).digest() for begin in range(0, len(frame), part)]

@@ -7,9 +7,9 @@ import attrs
 import pytest
 from servers.s3 import BUCKET, s3_server  # noqa: F401 - a fixture
 
-from kvtier_core.testing.samples import make_context
 from kvtier_core.types import Nbytes, Seconds
 from kvtier_s3.config import S3Config
+from kvtier_testing.samples import make_context
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from patience import HANG
 from servers.s3 import S3Server
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.samples import Poisoned, make_context, make_frame, make_key, same
 from kvtier_core.types import FRAME_ALIGNMENT, Seconds
+from kvtier_testing.samples import Poisoned, make_context, make_frame, make_key, same
 
 KEY = make_key(0)
 FRAME = make_frame(KEY, nbytes=2 * FRAME_ALIGNMENT)

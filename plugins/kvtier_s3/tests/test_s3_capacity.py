@@ -7,12 +7,12 @@ import pytest
 
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.storekit.shared_space import Count
-from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 from kvtier_s3 import bucket as bucket_module
 from kvtier_s3 import opening, space
 from kvtier_s3.bucket import Bucket, Listed
 from kvtier_s3.space import BucketSpace, frames_in
+from kvtier_testing.samples import make_frame, make_keys, make_namespace
 
 NBYTES = 2 * FRAME_ALIGNMENT
 CAPACITY = 64 * NBYTES
@@ -108,7 +108,7 @@ def engine_write(engine, keys):
 def test_a_lock_that_a_killed_engine_left_is_taken_over(open_s3, bucket, config, monkeypatch):
     lock, account = f"{config.prefix}/evicting.json", BucketSpace(bucket, config.prefix)
     bucket.calls.one(bucket.put, lock, b"{}")
-    with bucket.calls.within(0.5), pytest.raises(BackendError, match="not done in time"), account.evicting():
+    with bucket.calls.within(0.5), pytest.raises(BackendError, match="not finished in time"), account.evicting():
         pass
     assert bucket.fetch(lock, 1 << 20).body == b"{}", "a young lock is respected"
     monkeypatch.setattr(space, "_STALE_SECONDS", -1.0)

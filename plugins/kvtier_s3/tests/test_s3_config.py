@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import attrs
 import pytest
 from servers.s3 import environment
+from tier_settings import SECRET, TierSettings
 
-from kvtier_core.config.load import load_config
-from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.types import Nbytes, Seconds
 from kvtier_s3.config import S3Config
@@ -26,31 +24,54 @@ def connected(config):
     return bucket._store, facts
 
 
-@pytest.mark.parametrize(
-    "setting, why",
-    [
-        ({"bucket": "a/b"}, "is not the name of a bucket"),
-        ({"bucket": "a\r\nb"}, "is not the name of a bucket"),
-        ({"bucket": "?list"}, "is not the name of a bucket"),
-        ({"prefix": ""}, "is no prefix"),
-        ({"prefix": "/a"}, "is no prefix"),
-        ({"prefix": "a//b"}, "is no prefix"),
-        ({"prefix": "a/../b"}, "is no prefix"),
-        ({"prefix": "ä b"}, "is no prefix"),
-        ({"endpoint": "host:9000"}, "https://HOST:PORT"),
-        ({"endpoint": "https://user:word@host"}, "https://HOST:PORT"),
-        ({"endpoint": "https://host/path"}, "https://HOST:PORT"),
-        ({"region": "a\r\nx-amz-acl: public-read"}, "is no region"),
-        ({"kms_key": "a\nb"}, "is no kms_key"),
-        ({"part": Nbytes(1 << 20)}, "at least 5MiB"),
-        ({"requests": 0}, "requests"),
-        ({"requests": 10_000}, "requests"),
-    ],
-)
-def test_impossible_settings_are_refused(setting, why):
-    with pytest.raises(ValueError, match=why) as raised:
-        S3Config(**{"bucket": "bucket", **setting})
-    assert "user:word" not in str(raised.value)
+class TestSettings(TierSettings):
+    type = "s3"
+    accepted = (
+        (
+            "bucket: b-1, prefix: a/b, endpoint: 'https://store:9000', region: eu-west-3, addressing: path, "
+            "profile: work, sse: 'aws:kms', kms_key: k/1, ca: /etc/ca.pem, part: 16MiB, requests: 8, unsigned: off",
+            {
+                "bucket": "b-1",
+                "prefix": "a/b",
+                "endpoint": "https://store:9000",
+                "region": "eu-west-3",
+                "addressing": "path",
+                "profile": "work",
+                "sse": "aws:kms",
+                "kms_key": "k/1",
+                "ca": Path("/etc/ca.pem"),
+                "part": Nbytes(16 << 20),
+                "requests": 8,
+                "unsigned": "off",
+            },
+        ),
+    )
+    refused = (
+        ("bucket: a/b", "bucket", "'a/b' is not a valid bucket name"),
+        (r'bucket: "a\r\nb"', "bucket", r"'a\r\nb' is not a valid bucket name"),
+        ("bucket: '?list'", "bucket", "'?list' is not a valid bucket name"),
+        ("bucket: b-1, prefix: ''", "prefix", "'' is not a valid prefix"),
+        ("bucket: b-1, prefix: /a", "prefix", "'/a' is not a valid prefix"),
+        ("bucket: b-1, prefix: a//b", "prefix", "'a//b' is not a valid prefix"),
+        ("bucket: b-1, prefix: a/../b", "prefix", "'a/../b' is not a valid prefix"),
+        ("bucket: b-1, prefix: ä b", "prefix", "'ä b' is not a valid prefix"),
+        ("bucket: b-1, endpoint: 'host:9000'", "endpoint", "an endpoint must be https://HOST:PORT, without"),
+        (
+            f"bucket: b-1, endpoint: 'https://user:{SECRET}@host'",
+            "endpoint",
+            "an endpoint must be https://HOST:PORT, without",
+        ),
+        ("bucket: b-1, endpoint: 'https://host/path'", "endpoint", "an endpoint must be https://HOST:PORT, without"),
+        (
+            r'bucket: b-1, region: "a\r\nx-amz-acl: public-read"',
+            "region",
+            r"'a\r\nx-amz-acl: public-read' is not a valid region",
+        ),
+        (r'bucket: b-1, kms_key: "a\nb"', "kms_key", r"'a\nb' is not a valid kms_key"),
+        ("bucket: b-1, part: 1MiB", "part", "'part' must be at least 5MiB"),
+        ("bucket: b-1, requests: 0", "requests", "'requests' must be"),
+        ("bucket: b-1, requests: 10000", "requests", "'requests' must be"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,13 +132,3 @@ def test_an_endpoint_of_the_environment_with_a_path_is_refused(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://store:9000/path")
     with pytest.raises(BackendError, match="HOST:PORT"):
         connected(S3Config(bucket="bucket"))
-
-
-def test_all_of_it_can_be_written_in_yaml(tmp_path):
-    file, expected = tmp_path / "kvtier.yaml", {"bucket": "b-1", "prefix": "a/b", "endpoint": "https://store:9000"}
-    expected |= {"region": "eu-west-3", "addressing": "virtual", "profile": "work", "sse": "aws:kms", "kms_key": "k/1"}
-    expected |= {"ca": Path("/etc/ca.pem"), "part": Nbytes(16 << 20), "requests": 8, "unsigned": "off"}
-    assert set(expected) == {field.name for field in attrs.fields(S3Config)}
-    written = ", ".join(f"{name}: '{value}'" for name, value in expected.items()).replace("'8'", "8")
-    file.write_text(f"version: 1\ntiers: [{{type: heap, capacity: 1MiB}}, {{type: s3, {written}}}]\n")
-    assert load_config(file, Registry.discover()).tiers[1].config == S3Config(**expected)

@@ -6,10 +6,10 @@ import pytest
 
 from kvtier_core.cli import main
 from kvtier_core.errors import Gone
-from kvtier_core.testing.samples import make_frame, make_keys, make_namespace
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_s3.names import Names
 from kvtier_s3.space import BucketSpace
+from kvtier_testing.samples import make_frame, make_keys, make_namespace
 
 NBYTES = 4 * FRAME_ALIGNMENT
 WHOLE, TORN, SWAPPED = KEYS = make_keys(3)

@@ -6,14 +6,15 @@ import hashlib
 import pytest
 from servers.s3 import BUCKET
 
-from kvtier_core.testing import SharedBackendLaws
-from kvtier_core.testing.samples import make_namespace
 from kvtier_core.types import Seconds
 from kvtier_s3.config import S3Config
 from kvtier_s3.names import Names
 from kvtier_s3.opening import connect
+from kvtier_testing import SharedBackendLaws
+from kvtier_testing.samples import make_namespace
 
 
+@pytest.mark.more
 class TestS3(SharedBackendLaws):
     persistent = True
     bounded = True

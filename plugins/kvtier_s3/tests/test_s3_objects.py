@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtier_core.errors import BackendError
-from kvtier_core.testing.laws.shared_processes import users, write_numbered
-from kvtier_core.testing.samples import make_context, make_frame, make_key, make_keys, make_namespace, same
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_s3 import bucket as bucket_module
 from kvtier_s3 import writes
 from kvtier_s3.bucket import Bucket
 from kvtier_s3.names import Names
+from kvtier_testing.laws.shared_processes import users, write_numbered
+from kvtier_testing.samples import make_context, make_frame, make_key, make_keys, make_namespace, same
 
 KEY = make_key(0)
 NBYTES = 4 * FRAME_ALIGNMENT

@@ -1,0 +1,1 @@
+"""From slots to frames and back: codecs and keyed seals."""

@@ -1,1 +1,0 @@
-"""The answers of a running engine to `kvtier status`, `top` and `explain`, over a Unix socket of its user."""

@@ -1,0 +1,1 @@
+"""The worker side: movers, readers, and the self-test before they serve."""

@@ -1,1 +1,0 @@
-"""kvtier's store tiers inside the offloading of other engines, which move the pages themselves."""

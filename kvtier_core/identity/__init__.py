@@ -1,0 +1,1 @@
+"""Identifies the weights that an engine serves, whatever the engine."""

@@ -1,1 +1,0 @@
-"""How far answers behind a lossy codec differ: prompts, statistics, and the report that opens a tier."""

@@ -1,0 +1,1 @@
+"""Threads that work for the owner, and the memory that they reuse."""

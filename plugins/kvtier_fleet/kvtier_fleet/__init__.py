@@ -1,0 +1,1 @@
+"""`kvtier fleet`: one command over many servers."""

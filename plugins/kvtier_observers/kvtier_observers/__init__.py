@@ -1,0 +1,1 @@
+"""Observers of a stack: lines of JSON, metrics for Prometheus, traces for OpenTelemetry."""

@@ -1,0 +1,1 @@
+"""`kvtier serve`: one stack for all engines of a node, in its own process."""

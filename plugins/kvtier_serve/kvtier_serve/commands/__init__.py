@@ -1,0 +1,1 @@
+"""`kvtier serve`, and its actions on a running server."""

@@ -1,0 +1,11 @@
+"""kvtier for vLLM: `KVTierConnector`, which vLLM finds through the entry point group ``vllm.general_plugins``."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Register the connector with vLLM's factory. vLLM calls this in each of its processes, perhaps more than once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if "KVTierConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("KVTierConnector", "kvtier_vllm.connector", "KVTierConnector")

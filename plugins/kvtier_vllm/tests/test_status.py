@@ -1,0 +1,76 @@
+"""`kvtier status`, `top` and `explain` in other processes, of a real engine in this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+
+import pytest
+from patience import HANG
+from real_engines import CHUNK, cpu_and_disk
+
+PROMPT = [random.Random(5).randrange(1, 500) for _ in range(4 * CHUNK + 5)]
+START = "import sys; from kvtier_core.cli import main; sys.exit(main())"
+
+
+def begin(*arguments):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", START, *arguments], env=dict(os.environ), **pipes)
+
+
+def ended(command):
+    out, err = command.communicate(timeout=HANG)
+    assert command.returncode == 0, err
+    return out
+
+
+def test_a_running_engine_tells_of_itself(engine, runtime, tmp_path):
+    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
+    with engine(cpu_and_disk(tmp_path / "disk")) as served:
+        (path,) = runtime.glob("status-*.sock")
+        hanging = socket.socket(socket.AF_UNIX)
+        hanging.connect(str(path))
+        hanging.sendall(b'{"stat')
+        truth = served.ask(PROMPT)[0]
+        assert served.ask(PROMPT)[0].tokens == truth.tokens
+        served.settle()
+
+        (told,) = json.loads(ended(begin("status", "--json")))
+        cpu, disk = told["tiers"]
+        assert (cpu["chunks"], disk["chunks"], cpu["savings"]["loaded"]) == (4, 4, 4 * CHUNK)
+        assert told["identity"] == served.connector.side.namespace.digest.hex()
+        assert "4" in ended(begin("top", "--count", "2", "--every", "0.1"))
+
+        lines = ended(begin("explain", "1")).splitlines()  # the second request; vLLM appends to its id
+        assert len(lines) == 1 and ": hit 256 of 261 tokens" in lines[0] and lines[0].endswith(": cpu 256")
+
+        asking = begin("explain", "--prompt", str(tmp_path / "prompt.json"))
+        while asking.poll() is None:  # the owner answers in a step
+            served.ask([1, 2, 3])
+        told = ended(asking).splitlines()
+        assert told[0] == f"261 tokens are 4 chunks of {CHUNK}; the first 4 of them can be loaded"
+        assert told[-1].split("  ")[1].strip() == "cpu, disk"
+        assert served.ask(PROMPT)[0].tokens == truth.tokens
+        served.assert_at_rest()
+        hanging.close()
+    assert not path.exists()
+
+
+@pytest.mark.more
+def test_an_engine_that_started_cold_says_in_what_it_differs(engine, runtime, tmp_path):
+    (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
+    with engine(cpu_and_disk(tmp_path / "disk")) as first:
+        first.ask(PROMPT)
+        first.settle()
+    with engine(cpu_and_disk(tmp_path / "disk"), dtype="bfloat16") as other:
+        asking = begin("explain", "--prompt", str(tmp_path / "prompt.json"))
+        while asking.poll() is None:
+            other.ask([1, 2, 3])
+        told = ended(asking)
+        assert "from token 0 on: not stored" in told
+        assert "this engine started cold because disk holds another namespace: " in told
+        assert "bfloat16" in told

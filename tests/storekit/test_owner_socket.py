@@ -1,0 +1,75 @@
+"""A socket belongs to one process, whoever starts at the same time, and whatever a kill has left there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from sizes import some
+
+from kvtier_core.storekit import owner_socket
+
+RACERS, ROUNDS = 8, 12
+
+
+def racer(path: Path, gate: int, opening: int, verdicts: int) -> int:
+    """A process that listens at ``path``, if it may, as soon as the gate opens, until it is killed."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.close(opening)
+        os.read(gate, 1)
+        try:
+            listener = owner_socket.listen(path, 128)
+        except OSError as error:
+            os.write(verdicts, b"in use\n" if "another process serves" in str(error) else f"{error}\n".encode())
+        else:
+            os.write(verdicts, b"listens\n")
+            signal.pause()
+            listener.close()
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("sweeps", some([False, True], True))
+def test_of_many_that_start_over_an_abandoned_socket_one_listens(tmp_path, sweeps):
+    path = tmp_path / "s"
+    for _ in range(ROUNDS):
+        (gate, opening), (verdict, verdicts) = os.pipe(), os.pipe()
+        children = [racer(path, gate, opening, verdicts) for _ in range(RACERS)]
+        os.close(opening)
+        os.close(verdicts)
+        try:
+            for _ in range(100 * sweeps):
+                owner_socket.sweep(tmp_path, "s")
+            said = b""
+            while said.count(b"\n") < RACERS:
+                said += os.read(verdict, 4096)
+            assert sorted(said.split(b"\n")[:-1]) == [b"in use"] * (RACERS - 1) + [b"listens"]
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+            assert os.listdir(tmp_path) == ["s"], "the lock stays"
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            os.close(gate)
+            os.close(verdict)
+
+
+def test_the_lock_of_a_killed_process_keeps_no_one_away(tmp_path):
+    (tmp_path / "s.lock").touch()
+    owner_socket.listen(tmp_path / "s", 1).close()
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of others")
+def test_a_lock_of_another_user_is_not_waited_for(tmp_path):
+    (tmp_path / "s.lock").touch()
+    os.chown(tmp_path / "s.lock", 12345, 12345)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        owner_socket.listen(tmp_path / "s", 1)
