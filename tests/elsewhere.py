@@ -1,9 +1,8 @@
 """Runs a command as it would run on another machine, or as another user.
 
     python tests/elsewhere.py CONDITION[,CONDITION …] COMMAND [ARGUMENT …]
-    python tests/elsewhere.py --draw COMMIT COMMAND [ARGUMENT …]
 
-The second form draws one condition by the hash of a commit. The conditions are:
+The conditions are:
 
     one-core    on one core
     busy        beside a loop on each core that never waits
@@ -40,7 +39,6 @@ INSIDE = {
     "locale": ("env", "LC_ALL=C", "PYTHONCOERCECLOCALE=0", "PYTHONUTF8=0"),
     "time-zone": ("env", "TZ=Pacific/Chatham"),
 }
-NEED_ROOT = ("offline", "user")
 CONDITIONS = ("one-core", "busy", "slow-disk", "offline", "user", "umask", "home", "locale", "time-zone")
 
 
@@ -102,12 +100,6 @@ def clone_for_nobody(folder: Path) -> None:
     subprocess.run(("chown", "--recursive", "nobody:nogroup", folder), check=True)
 
 
-def drawn(commit: str) -> str:
-    """A condition that this user can make."""
-    possible = [each for each in CONDITIONS if os.geteuid() == 0 or each not in NEED_ROOT]
-    return possible[int(commit, 16) % len(possible)]
-
-
 def main(conditions: list[str], command: list[str]) -> int:
     """Returns the exit status of the command."""
     with contextlib.ExitStack() as closing:
@@ -133,10 +125,6 @@ def main(conditions: list[str], command: list[str]) -> int:
 
 if __name__ == "__main__":
     what, *command = sys.argv[1:]
-    if what == "--draw":
-        commit, *command = command
-        what = drawn(commit)
-    print(f"== {what}", flush=True)
     conditions = what.split(",")
     if unknown := set(conditions).difference(CONDITIONS):
         sys.exit(f"unknown conditions: {', '.join(sorted(unknown))}; known: {', '.join(CONDITIONS)}")

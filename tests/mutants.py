@@ -1,19 +1,19 @@
 """Takes each protection out of a copy of the sources, once: the test that is there for it must then fail.
 
     python tests/mutants.py [NAME ...]
-    python tests/mutants.py --draw 20
+    python tests/mutants.py --since COMMIT
 
-docs/reliability.md names them. A draw takes that many, chosen by the commit, and those of the files that it changed.
+docs/reliability.md names them. Without names all are tried; with a commit those of the files that differ from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,8 +27,8 @@ from kvtier_core.native import extension
 
 #: At a time.
 PARALLEL = 2
-#: Of the files that a commit changed, a draw takes no more: a commit that moves a room changes them all.
-MOST_OF_CHANGED = 30
+#: Seconds after which what a test waits for is taken to hang: many mutants die of that.
+HANG = 60
 
 
 def survives(mutant: Mutant, copy: SourceCopy) -> str:
@@ -40,59 +40,54 @@ def survives(mutant: Mutant, copy: SourceCopy) -> str:
     file.write_text(source.replace(mutant.code, mutant.instead))
     try:
         beside = [ROOT / mutant.beside] if mutant.beside else []
-        environment = {**os.environ, "KVTIER_HANG": "120"}  # many die of waiting
+        environment = {**os.environ, "KVTIER_HANG": str(HANG)}
         # Variants too: `make test` alone leaves them out.
-        chosen = ["-x", "-q", "-m", "not dist", mutant.test]
-        done = copy.test(chosen, environment, beside, capture_output=True, text=True)
+        options = ["-x", "-q", "-m", "not dist", "--assert=plain", "--hypothesis-profile", "mutant"]
+        options += ["--timeout", str(2 * HANG), mutant.test]
+        done = copy.test(options, environment, beside, capture_output=True, text=True)
     finally:
         file.write_text(source)
     said = f"pytest ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-1000:]}"
     return "" if done.returncode == 1 else said
 
 
-def outcomes(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str]]:
-    """What `survives` says of each, in order."""
+def outcomes(mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
+    """What `survives` says of each, in order, and how many seconds that took."""
     with tempfile.TemporaryDirectory(prefix="kvtier-mutant-") as folder, ThreadPoolExecutor(PARALLEL) as pool:
         copies: SimpleQueue[SourceCopy] = SimpleQueue()
         for number in range(PARALLEL):
             Path(folder, str(number)).mkdir()
             copies.put(SourceCopy(Path(folder, str(number)), extension.__file__))
 
-        def tried(mutant: Mutant) -> str:
+        def tried(mutant: Mutant) -> tuple[Mutant, str, float]:
             copy = copies.get()
+            started = time.monotonic()
             try:
-                return survives(mutant, copy)
+                return mutant, survives(mutant, copy), time.monotonic() - started
             finally:
                 copies.put(copy)
 
-        yield from zip(mutants, pool.map(tried, mutants), strict=True)
+        yield from pool.map(tried, mutants)
 
 
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-def drawn(count: int) -> list[Mutant]:
-    """By the commit, so that it is the same again. A merge has changed what it brought to its first parent."""
-    changed = git("show", "--first-parent", "--diff-merges=first-parent", "--name-only", "--format=").splitlines()
-    chance = random.Random(git("rev-parse", "HEAD"))
-    chosen = chance.sample(MUTANTS, count)
-    of_changed = [mutant for mutant in MUTANTS if mutant.file in changed and mutant not in chosen]
-    return chosen + chance.sample(of_changed, min(MOST_OF_CHANGED, len(of_changed)))
+def of_files_changed_since(commit: str) -> list[Mutant]:
+    command = ["git", "diff", "--name-only", commit]
+    changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [mutant for mutant in MUTANTS if mutant.file in changed]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--draw", type=int, metavar="COUNT")
+    parser.add_argument("--since", metavar="COMMIT")
     asked = parser.parse_args()
     if unknown := set(asked.names) - {mutant.name for mutant in MUTANTS}:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
     named = [mutant for mutant in MUTANTS if mutant.name in asked.names]
-    chosen = drawn(asked.draw) if asked.draw else named or MUTANTS
+    chosen = of_files_changed_since(asked.since) if asked.since else named or MUTANTS
     survivors = 0
-    for mutant, said in outcomes(chosen):
-        print(f"{'SURVIVES' if said else 'dies    '}  {mutant.name}", flush=True)
+    for mutant, said, seconds in outcomes(chosen):
+        print(f"{'SURVIVES' if said else 'dies    '} {seconds:5.0f} s  {mutant.name}", flush=True)
         if said:
             survivors += 1
             print(said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import os
@@ -18,21 +17,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.umask(0o022)
 
 with contextlib.suppress(ImportError):  # for `make gpu-check` it need not be installed
-    from hypothesis import settings
+    from hypothesis import HealthCheck, Phase, settings
 
-    settings.register_profile("default", deadline=None)  # a busy machine is no failure
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--draw", metavar="COMMIT", help="a third of the files of tests, drawn by the hash of a commit")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (commit := config.getoption("--draw")) is None:
-        return
-    drawn = [item for item in items if hashlib.sha256(f"{commit} {item.path.name}".encode()).digest()[0] % 3 == 0]
-    config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
-    items[:] = drawn
+    # The same examples each time, and no example is too slow on a busy machine.
+    settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("chance", settings.get_profile("same"), derandomize=False)
+    # The first example that fails is enough.
+    settings.register_profile("mutant", settings.get_profile("same"), phases=set(Phase) - {Phase.shrink, Phase.explain})
+    settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)

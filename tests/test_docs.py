@@ -19,7 +19,6 @@ import typing
 
 import attrs
 import pytest
-import yaml
 from source_copy import ROOT
 
 from kvtier_core.cli import parser
@@ -90,18 +89,6 @@ def test_commands_are_those_of_the_real_programs(page, script, tmp_path):
             WHOLE.parse_args(arguments)  # exits if it does not understand
         if name == "make":
             assert arguments[0] in targets()
-
-
-def test_the_forge_runs_what_ci_runs():
-    """Also with the same arguments; and what it runs besides, the Makefile has."""
-    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
-    runs = {step["run"] for job in jobs.values() for step in job["steps"] if "run" in step}
-    (part,) = (run for run in runs if "matrix.target" in run)
-    runs |= {part.replace("${{ matrix.target }}", target) for target in jobs["part"]["strategy"]["matrix"]["target"]}
-    made = {re.sub(r"^sudo ", "", run) for run in runs - {part}}
-    parts = re.findall(r"^(.*\bmake .*) </dev/null(.*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
-    assert len(parts) > 10 and {before + after for before, after in parts} <= made
-    assert {word for run in made for word in re.findall(r"\bmake ([\w-]+)", run)} <= targets()
 
 
 @pytest.mark.parametrize(("page", "said"), each(lambda text: re.findall(r"`kvtier ([a-z]+(?: [^`]*)?)`", text)))
