@@ -20,8 +20,6 @@ from kvtier_testing.laws.direct_reads import DirectReadLaws
 from kvtier_testing.resources import PATIENCE
 from kvtier_testing.samples import Poisoned, make_frame, make_key, make_keys, make_namespace
 
-#: Seconds within which a read that is not blocked returns, even on a busy machine.
-
 _KILLS = 6
 _ROUNDS = 40
 _HEAD_START = 0.1  # seconds

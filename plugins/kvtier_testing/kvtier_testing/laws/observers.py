@@ -31,7 +31,6 @@ Told = tuple[str, str, int]
 _MANY = 10_000
 #: Of these, an observer may keep this many, for example to send them together.
 _MAY_KEEP = 1000
-#: Seconds after which a call counts as hanging.
 
 
 class _Newer(enum.Enum):
