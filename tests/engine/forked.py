@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from nodes import FRAMES, KEYS, Memory, finds, free_port, open_node
+from nodes import FRAMES, KEYS, Memory, finds, open_node
 from nodes import read as read_from
 from patience import HANG, wait_until
+from servers.ports import free_port
 from test_ranks import REPORT
 
 from kvtier_core.cli.engines import ask

@@ -8,6 +8,7 @@ import socket
 import sys
 
 import pytest
+from servers.ports import free_port
 from test_ranks import REPORT
 
 from kvtier_core.cli import main
@@ -142,9 +143,8 @@ def test_check_agrees_with_the_start_of_an_engine_and_changes_nothing(folder, te
         monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     if "unknown protocol" in request.node.callspec.id:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "pigeons")
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
-        text = text.replace("TAKEN", f"{taken.getsockname()[1]}").replace("PORT", f"{free.getsockname()[1]}")
-        free.close()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        text = text.replace("TAKEN", f"{taken.getsockname()[1]}").replace("PORT", f"{free_port()}")
         (folder / "kvtier.yaml").write_text(text.replace("HERE", str(folder)))
         before = seen(folder)
         checked = main(["check", str(folder / "kvtier.yaml"), "--open"])

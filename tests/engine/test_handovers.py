@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 from fake_host import CHUNK, FRAME, Host, prompt
-from nodes import free_port
 from patience import HANG, wait_until
+from servers.ports import free_port
 from test_scheduler_side import host, stack  # noqa: F401 - fixtures
 from test_waiting import Clock, computes
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import attrs
 import pytest
-from nodes import free_port, open_node
+from nodes import open_node
 from patience import wait_until
+from servers.ports import free_port
 from sizes import some
 from test_shown_frames import CONTEXT, KEYS, LAYOUT, SLOTS, hot, is_whole, manager, store
 from test_shown_store import FRAMES, Frames, shown

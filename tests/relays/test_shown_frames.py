@@ -7,8 +7,9 @@ import random
 import threading
 
 import pytest
-from nodes import free_port, open_node
+from nodes import open_node
 from patience import HANG, wait_until
+from servers.ports import free_port
 
 from kvtier_core.builtin.heap import Heap, HeapConfig
 from kvtier_core.builtin.packed import PackedConfig

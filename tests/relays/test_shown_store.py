@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import attrs
 import pytest
 from faulty_backend import FINE, Fault, FaultyBackend, always
-from nodes import free_port, open_node
+from nodes import open_node
 from patience import HANG, wait_until
+from servers.ports import free_port
 from test_shown_frames import CONTEXT, KEYS, LAYOUT, PAYLOADS, SLOTS, is_whole, store
 
 from kvtier_core.builtin.heap import HeapConfig

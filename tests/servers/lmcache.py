@@ -15,7 +15,7 @@ from typing import Any
 
 from patience import HANG, wait_until
 
-from servers.redis import free_port
+from servers.ports import free_port
 
 #: vLLM looks for its kernels in all modules, and stumbles over an object of this one, which LMCache imports by numba.
 UNSEARCHABLE = "llvmlite.binding.ffi"

@@ -17,7 +17,7 @@ import attrs
 from needs import needs
 from patience import HANG, wait_until
 
-from servers.redis import free_port
+from servers.ports import free_port
 from servers.stopping import stopped
 
 ROOM = 64 << 20  #: that a client lends where a test needs little

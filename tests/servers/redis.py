@@ -18,6 +18,7 @@ import hiredis
 from needs import needs
 from patience import HANG, wait_until
 
+from servers.ports import free_port
 from servers.stopping import stopped
 
 _TICK = 0.02
@@ -103,12 +104,6 @@ class RedisServer:
 
 def _word(word: object) -> bytes | str:
     return word if isinstance(word, bytes) else str(word)
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody uses."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from pathlib import Path
 import attrs
 from patience import wait_until
 
-from servers.redis import IN_MEMORY, RedisServer, free_port
+from servers.ports import free_port
+from servers.redis import IN_MEMORY, RedisServer
 
 #: A replica is up at once, and not seconds later.
 _AT_ONCE = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")

@@ -1,7 +1,7 @@
 """An S3 server for tests and benchmarks: moto in a process of its own, on a free port of this machine.
 
-``python -m servers.s3 PORT [CERTIFICATE KEY]`` is that process; it prints its port. Requests are served one at a time:
-moto compares and writes in two steps, and so would let two writers with the same condition both succeed.
+``python -m servers.s3 PORT [CERTIFICATE KEY]`` is that process; it prints a line when it listens. Requests are served
+one at a time: moto compares and writes in two steps, and so would let two writers with the same condition both succeed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from needs import needs
 
+from servers.ports import free_port
 from servers.stopping import stopped
 
 BUCKET = "kvtier-tests"
@@ -45,7 +46,7 @@ class S3Server:
 
     def __init__(self, certificate: Path | None = None, key: Path | None = None):
         """With a certificate and its key it speaks TLS."""
-        self.port = 0
+        self.port = free_port()
         self._tls = [] if certificate is None else [str(certificate), str(key)]
         self._trust = None if certificate is None else ssl.create_default_context(cafile=certificate)
         self.start()
@@ -63,7 +64,7 @@ class S3Server:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
             text=True,
         )
-        self.port = int(self._process.stdout.readline())
+        self._process.stdout.readline()
         self.make_bucket(BUCKET)
 
     def make_bucket(self, name: str) -> None:
@@ -198,7 +199,7 @@ def _serve(port: int, *tls: str) -> None:
 
     application = _Watched(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", port, application, threaded=True, ssl_context=tls or None)
-    print(server.port, flush=True)
+    print("listens", flush=True)
     server.serve_forever()
 
 

@@ -7,11 +7,11 @@ import json
 import os
 import pty
 import re
-import socket
 import threading
 
 import pytest
-from nodes import TOKEN, free_port, open_node
+from nodes import TOKEN, open_node
+from servers.ports import free_port
 
 from kvtier_core.cli import main
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE
@@ -114,9 +114,7 @@ def test_the_doctor_tells_of_two_tiers_in_one_folder(folder, capsys):
 
 
 def test_the_doctor_says_that_an_engine_starts_without_its_redis(folder, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    write_file(f"{{type: redis, url: 'redis://127.0.0.1:{port}'}}")
+    write_file(f"{{type: redis, url: 'redis://127.0.0.1:{free_port()}'}}")
     assert main(["check", "kvtier.yaml", "--open"]) == FINE
     assert main(["doctor", "kvtier.yaml", "--json"]) == PROBLEMS
     out = capsys.readouterr().out

@@ -26,6 +26,7 @@ import prometheus_client.parser
 import pytest
 from manual_pool import ManualPool
 from patience import HANG, wait_until
+from servers.ports import free_port
 
 from kvtier_core.cli import main
 from kvtier_core.config.load import load_config
@@ -431,19 +432,8 @@ def test_no_file_is_taken_for_a_socket(tmp_path):
     assert path.read_text() == "mine"
 
 
-def free_ports():
-    """The first of two ports side by side that nobody uses."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
-
-
 def test_replicas_have_ports_of_their_own():
-    port = free_ports()
+    port = free_port(side_by_side=2)
     contexts = [attrs.evolve(make_context(), replica=each, replicas=2) for each in (0, 1)]
     opened = [PrometheusConfig(port=port).open(ctx) for ctx in contexts]
     assert [observer.address for observer in opened] == [f"http://127.0.0.1:{port + each}/metrics" for each in (0, 1)]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import random
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
+from servers.ports import free_port
 
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.types import ChunkKey, EnvSecret, Seconds
@@ -60,14 +58,6 @@ class Memory(Mapping[ChunkKey, memoryview]):
 
     def _path(self, key: ChunkKey) -> Path:
         return self._folder / key.hex()
-
-
-def free_port() -> int:
-    """Below those that the kernel may give to others before somebody listens there."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def open_node(memory: Mapping[ChunkKey, memoryview] | None = None, ctx: OpenContext | None = None, **settings):

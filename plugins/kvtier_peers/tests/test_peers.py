@@ -10,8 +10,9 @@ import time
 
 import attrs
 import pytest
-from nodes import FRAMES, KEYS, NBYTES, finds, free_port, holders, open_node, read
+from nodes import FRAMES, KEYS, NBYTES, finds, holders, open_node, read
 from patience import HANG, assert_never, wait_until
+from servers.ports import free_port
 from servers.redis import make_certificate
 
 from kvtier_core.encoding.codec import FrameCodec

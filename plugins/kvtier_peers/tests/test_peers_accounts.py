@@ -9,8 +9,9 @@ import signal
 import tempfile
 
 import pytest
-from nodes import FRAMES, KEYS, finds, free_port, open_node, read
+from nodes import FRAMES, KEYS, finds, open_node, read
 from patience import wait_until
+from servers.ports import free_port
 
 from kvtier_core.errors import BackendError
 from kvtier_testing import Proxy

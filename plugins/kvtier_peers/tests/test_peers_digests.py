@@ -10,8 +10,9 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
-from nodes import FRAMES, KEYS, finds, free_port, holders, open_node, read
+from nodes import FRAMES, KEYS, finds, holders, open_node, read
 from patience import wait_until
+from servers.ports import free_port
 
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import attrs
-from nodes import TOKEN, Memory, free_port
+from nodes import TOKEN, Memory
 from patience import wait_until
+from servers.ports import free_port
 from servers.redis import make_certificate
 
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 from patience import HANG
+from servers.ports import free_port
 from servers.s3 import BUCKET, environment
 
 from kvtier_s3.config import S3Config
@@ -19,8 +20,7 @@ from kvtier_testing import SharedBackendLaws
 @contextlib.contextmanager
 def _running(folder):
     """Its port. It knows no conditional writes, so every put replaces what is there."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["s3rver", "--directory", folder, "--address", "127.0.0.1", "--port", str(port)]
     words += ["--configure-bucket", BUCKET, "--no-vhost-buckets", "--silent"]
     with subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import httpx
 from fork_server import PASSIVE
 from patience import HANG
 from real_engines import MANY, Answer, Outcome
+from servers.ports import free_port
 
 from kvtier_core.cli import engines
 
@@ -84,8 +84,7 @@ class Server:
 def serving(folder: Path, model: Path, stack: Mapping[str, Any], *options: str) -> Iterator[Server]:
     """A server of the model with kvtier, ended as an operator ends it."""
     _call_it_vllm(folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     transfer = {
         "kv_connector": "KVTierConnector",
         "kv_role": "kv_both",

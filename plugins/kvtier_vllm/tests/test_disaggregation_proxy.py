@@ -14,9 +14,9 @@ import attrs
 import httpx
 import pytest
 from http_server import client_of, serving
-from nodes import free_port
 from patience import HANG
 from real_engines import BLOCK, Answer, Engine, hit, prompt
+from servers.ports import free_port
 from test_peer_engines import address_of, node
 from test_serving import NOISE
 

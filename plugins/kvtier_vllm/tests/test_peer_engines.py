@@ -10,10 +10,11 @@ import signal
 import time
 
 import pytest
-from nodes import TOKEN, free_port
+from nodes import TOKEN
 from other_engine import beside
 from patience import HANG
 from real_engines import Answer, cpu, hit, miss, prompt
+from servers.ports import free_port
 from servers.stopping import stop
 from sizes import some
 from test_server import NOISE, of, serving
