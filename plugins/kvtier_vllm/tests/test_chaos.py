@@ -45,16 +45,15 @@ VICTIMS = {"engine": "EngineCore", "worker": "VllmWorker-0"}
 FRONT = "MainProcess"
 
 #: Each of these must have come to pass.
-PHASES = (
+AIMED = (*(f"killed: {moment}" for moment in MOMENTS), "served from disk by the next", "damage was refused")
+#: And of these, to which a kill is not aimed, each in a campaign that has many rounds.
+CHANCE = (
     "killed while it starts",
     "killed under load, before anything was written",
     "killed under load, after something was written",
     "killed in the middle of a write",
     "killed in the middle of a delete",
     "killed while it closes",
-    *(f"killed: {moment}" for moment in MOMENTS),
-    "served from disk by the next",
-    "damage was refused",
 )
 
 
@@ -397,5 +396,5 @@ def test_the_kills_fell_into_everything(campaign):
     """A campaign that hits nothing proves nothing."""
     if campaign.rounds < len(MOMENTS):
         pytest.skip(f"only {campaign.rounds} rounds were run")
-    missed = [phase for phase in PHASES if not campaign.phases[phase]]
+    missed = [phase for phase in AIMED + (CHANCE if LONG > 1 else ()) if not campaign.phases[phase]]
     assert not missed, campaign.phases
