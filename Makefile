@@ -9,8 +9,9 @@ FUZZ_VENV := .venv-fuzz
 DOCS_VENV := .venv-docs
 FUZZERS := $(wildcard tests/fuzz/fuzz_*.py)
 FUZZ_SECONDS ?= 60
-# Three files of tests at a time, for two cores: tests wait half of their time. One that hangs fails, and the run goes on.
-PARALLEL := --numprocesses 3 --dist loadfile --timeout 900
+# Three files of tests at a time, for two cores: tests wait half of their time. One that hangs fails, and the run goes on. The
+# slowest are listed.
+PARALLEL := --numprocesses 3 --dist loadfile --timeout 900 --durations 30 --durations-min 5
 SUITE = $(BIN)/python tests/suite.py
 LONGER := --timeout 7000 -o faulthandler_timeout=7200
 MANIFESTS := $(addsuffix /pyproject.toml,$(DISTS))

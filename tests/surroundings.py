@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -25,6 +26,11 @@ with contextlib.suppress(ImportError):  # for `make gpu-check` it need not be in
     # The first example that fails is enough.
     settings.register_profile("mutant", settings.get_profile("same"), phases=set(Phase) - {Phase.shrink, Phase.explain})
     settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """Tests that look at what is left collect garbage, and need not look through all of torch and vLLM for it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from kvtier_remote.client import RemoteStack
 from kvtier_remote.protocol import Opening
 from kvtier_testing.samples import make_keys
 
-KILLS = 40 * LONG
+KILLS = 10 if LONG == 1 else 40 * LONG
 ENGINES = 3
 SCRIPT = Path(__file__).with_name("chaos_engine.py")
 

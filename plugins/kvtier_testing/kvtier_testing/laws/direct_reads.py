@@ -106,7 +106,8 @@ class DirectReadLaws(BackendCallLaws):
                 assert not load.ok and load.unread[key].status is not ReadStatus.VERIFIED, (
                     f"a frame of {what} was loaded, or no reason is given why not"
                 )
-                assert worker.pages.everything() == before, f"a frame of {what} reached the pages"
+                unchanged = worker.pages.everything() == before  # pytest would explain a difference byte by byte
+                assert unchanged, f"a frame of {what} reached the pages"
 
     def _sealed(self, key: ChunkKey) -> memoryview:
         """A frame whose payload is a chunk of the layout."""
