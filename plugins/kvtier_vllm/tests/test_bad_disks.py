@@ -100,8 +100,8 @@ class Served:
     def keep(self, said):
         """KEPT lies on the disk and comes up from there: so a case begins, and so it ends."""
         self.recover()
-        # One request finds out what is lost, the next stores it, of two parts one after the other; and on a busy machine
-        # a promotion may take longer than a request waits.
+        # One request finds out what is lost, the next stores it, of two parts one after the other; and on a busy
+        # machine a promotion may take longer than a request waits.
         wait_until(self._comes_up)
         self.crowd_out()
         self.engine.assert_at_rest()
