@@ -12,6 +12,8 @@ from kvtier_remote.protocol import CALLS, DONE, Header, ProtocolError, encode, r
 
 #: Seconds for which an answer is polled before the thread sleeps: most arrive by then, and waking up takes 60 µs.
 _SPIN = 300e-6
+#: The most bytes of calls that wait to be sent; then the server is asked nothing more. A call has up to 256 KiB.
+_MOST_UNSENT = 1 << 20
 
 
 class _Asked(NamedTuple):
@@ -39,6 +41,11 @@ class EngineSession:
         return bool(self._asked)
 
     @property
+    def takes_questions(self) -> bool:
+        """Does the server take what it is sent, apart from a bounded amount? Other calls are few, and made anyway."""
+        return self.connection.unsent <= _MOST_UNSENT
+
+    @property
     def silence(self) -> float:
         """Seconds for which the server has owed its oldest answer."""
         return self._clock() - next(iter(self._asked.values())).since if self._asked else 0.0
@@ -64,10 +71,16 @@ class EngineSession:
             else:
                 os.sched_yield()  # to the server, where it has no other core
 
-    def poll(self) -> None:
-        """Send what waits, and process the answers that are here. Raises ProtocolError."""
+    def catch_up(self, seconds: float) -> None:
+        """Wait until the server has answered all calls. Raises ProtocolError."""
+        self.answered(self._last, seconds)
+
+    def poll(self) -> bool:
+        """Send what waits, and process the answers that are here. False if there are none. Raises ProtocolError."""
         self.connection.flush()
+        any_here = False
         for header, body in self.connection.receive():
+            any_here = True
             asked = self._asked.pop(header.number, None)
             if asked is None or (self.boot and header.boot != self.boot):
                 raise ProtocolError("it answers what was not asked")
@@ -76,3 +89,4 @@ class EngineSession:
                 self.refusals.append((asked.name, reason(body)))
             elif asked.then:
                 asked.then(result(asked.name, body))
+        return any_here
