@@ -88,7 +88,7 @@ class RemoteStack(Stack):
         self._asked_for: dict[str, Sequence[ChunkKey]] = {}  # by holder: its last path, until it is released
         self._late: dict[str, Lookup] = {}  # answers for that path which came too late, by holder
         self._named: set[str] = set()  # holders for which the server may have something besides reserved slots
-        self._reserved: set[str] = set()  # holders whose slots the workers fill now
+        self._reserved: dict[str, list[ChunkKey]] = {}  # by holder: the chunks whose slots the workers fill now
         self._reading: set[str] = set()  # holders whose frames the workers read now
         self._log = LogLimit(time.monotonic)
         self._connect(self._waits.start)
@@ -274,6 +274,8 @@ class RemoteStack(Stack):
     def _found(self, holder: str, found: Lookup) -> Lookup:
         if found.pending:
             self._pending.add(holder)
+        if self._session is not None:
+            self._session.stored(self._asked_for[holder][: found.chunks])
         return found
 
     def still_pending(self, holder: str) -> bool:
@@ -304,7 +306,7 @@ class RemoteStack(Stack):
         self._late.pop(holder, None)
         if holder in self._named or holder in self._reserved:
             self._named.discard(holder)
-            self._reserved.discard(holder)
+            self._reserved.pop(holder, None)
             self._tell("release", holder)
 
     # -- stores ------------------------------------------------------------------------------------
@@ -322,16 +324,17 @@ class RemoteStack(Stack):
         parts = parts if len(parts) <= MOST_RESERVED else ()  # all of them, or none
         while session is not None and session.silence < self._waits.others:
             self._named.update(filter(None, [promised_to]))
-            self._reserved.add(holder)
+            self._reserved.setdefault(holder, [])
             more = self._result("reserve", path, holder, salt, parts, promised_to)
             if more is None:
                 break
             slots |= more
+            self._reserved[holder] += more
             if len(more) < MOST_RESERVED:
                 return slots
         self.release(holder)  # calls are processed in order, so that nothing is left reserved
-        if self._opened is not None:
-            self._events.append(Event(EventKind.REJECTED, next(iter(self.media)), tuple(path), why=_UNANSWERED))
+        if self._session is not None and self._opened is not None and (lost := self._session.not_stored(path)):
+            self._events.append(Event(EventKind.REJECTED, next(iter(self.media)), lost, why=_UNANSWERED))
         return {}
 
     def commit(
@@ -341,8 +344,9 @@ class RemoteStack(Stack):
         empty: Collection[ChunkKey] = (),
     ) -> None:
         """Does nothing if what the holder has reserved has ended with its session."""
-        if holder in self._reserved:
-            self._reserved.discard(holder)
+        keys = self._reserved.pop(holder, None)
+        if keys is not None and self._session is not None:
+            self._session.stored(key for key in keys if key not in empty)
             self._tell("commit", holder, checksums, list(empty))
 
     def reserve_self_test_slots(self, holder: str, count: int = 1) -> list[Slot]:
@@ -371,6 +375,9 @@ class RemoteStack(Stack):
         self._stepping = False
         self._steps += 1
         self._events += stepped.events
+        for event in stepped.events:
+            if event.kind is EventKind.EVICTED and self._session is not None:
+                self._session.evicted(event.keys)
         self.gaps += stepped.lost
         self._jobs = stepped.jobs
         self._pending.difference_update(stepped.settled)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from kvtier_core.types import ChunkKey
 from kvtier_remote.connection import Connection
 from kvtier_remote.protocol import CALLS, DONE, Header, ProtocolError, encode, reason, result
 
@@ -14,6 +16,8 @@ from kvtier_remote.protocol import CALLS, DONE, Header, ProtocolError, encode, r
 _SPIN = 300e-6
 #: The most bytes of calls that wait to be sent; then the server is asked nothing more. A call has up to 256 KiB.
 _MOST_UNSENT = 1 << 20
+#: The most chunks that are remembered as stored.
+_MOST_STORED = 1 << 14
 
 
 class _Asked(NamedTuple):
@@ -34,6 +38,7 @@ class EngineSession:
         self._last = 0
         self.boot = self.epoch = 0  #: of the last answer
         self.refusals: list[tuple[str, str]] = []  #: calls that were refused, and why
+        self._stored: dict[ChunkKey, None] = {}  # some chunks that the server has, to the knowledge of this engine
 
     @property
     def owes(self) -> bool:
@@ -49,6 +54,21 @@ class EngineSession:
     def silence(self) -> float:
         """Seconds for which the server has owed its oldest answer."""
         return self._clock() - next(iter(self._asked.values())).since if self._asked else 0.0
+
+    def stored(self, keys: Iterable[ChunkKey]) -> None:
+        """The server has these chunks."""
+        self._stored |= dict.fromkeys(keys)
+        for key in list(itertools.islice(self._stored, max(0, len(self._stored) - _MOST_STORED))):
+            del self._stored[key]
+
+    def evicted(self, keys: Iterable[ChunkKey]) -> None:
+        """The server may no longer have these chunks."""
+        for key in keys:
+            self._stored.pop(key, None)
+
+    def not_stored(self, path: Sequence[ChunkKey]) -> tuple[ChunkKey, ...]:
+        """The chunks of a path that the server is not known to have."""
+        return tuple(key for key in path if key not in self._stored)
 
     def tell(self, name: str, *arguments: Any, then: Callable[[Any], None] | None = None) -> int:
         """Make a call, and go on; ``then(result)`` is called in `poll`. Raises ProtocolError."""
