@@ -153,7 +153,7 @@ MUTANTS = (
     Mutant(
         "a-models-hard-quota-is-none",
         "plugins/kvtier_serve/kvtier_serve/extents.py",
-        " or self.room(share.model) < len(window):",
+        " or self.room(share.model) - len(given) < len(window):",
         ":",
         "plugins/kvtier_serve/tests/test_extents.py::test_no_model_ever_has_more_than_its_hard_quota",
     ),
@@ -265,7 +265,7 @@ MUTANTS = (
     Mutant(
         "extents-of-others-are-usable",
         "plugins/kvtier_serve/kvtier_serve/extents.py",
-        "if all(self._owners[extent] is share for extent in share.extents_of(slot))",
+        "if all(self._owners[extent] is share or extent in given for extent in share.extents_of(slot))",
         "if True",
         "plugins/kvtier_serve/tests/test_extents.py::test_no_byte_is_lent_twice_whatever_comes_and_goes",
     ),

@@ -127,10 +127,7 @@ class BoundarySearch(Search):
     # -- bringing it up ----------------------------------------------------------------------------
 
     def _fitting(self, sought: _Path, chunks: int) -> int:
-        """The last boundary whose parts fit together: those of a later one would wait for each other's slots.
-
-        Among the first ``chunks`` chunks.
-        """
+        """The last boundary of these whose parts fit together: later ones would wait for each other's slots."""
         hot = self._arenas[0]
         slots = hot.slots_for(sought.slots(chunks))
         if slots == sought.slots(chunks):

@@ -45,8 +45,7 @@ class ChainSearch(Search):
         self._leases.done(holder)
         rest: Declined | TooSmall | Missing | None = None
         if at < len(path):
-            full = not self._room(path, at, 1, coming)
-            too_small = self._too_small(len(path) - at) if full else None
+            too_small = None if self._room(path, at, 1, coming) else self._too_small(len(path) - at)
             rest = below.declined or too_small or Missing(self._miss_reason(path[at]))
         return Lookup(
             slots=tuple(lease.slots),
@@ -81,10 +80,7 @@ class ChainSearch(Search):
         return max(0, hot.slots_for(taken + chunks) - taken)
 
     def _fitting(self, path: Sequence[ChunkKey], at: int, run: int, coming: int) -> int:
-        """How many of ``run`` READY chunks can be loaded together with those before them.
-
-        The rest would have to leave, so that these get their slots.
-        """
+        """How many of ``run`` READY chunks need not leave so that those before them get their slots."""
         room = self._room(path, at, run, coming)
         return run if room == run else len(leading(path[at : at + run], room, self._arenas[0].has))
 
@@ -119,20 +115,17 @@ class ChainSearch(Search):
         return True
 
     def _request(self, path: Sequence[ChunkKey], at: int, terms: Terms, coming: int) -> Requested:
-        """Request the chunks from ``at`` on, the first of which is not READY, unless that one is on its way.
-
-        But no more than find slots beside those before them, which the rest would wait for.
-        """
+        """Request the chunks from ``at`` on that find slots beside those before, unless the first is on its way."""
         key = path[at]
         arena = self._arriving(key)
-        run = 1 if arena else max((self._may_come(tier, path, at) for tier in self._tiers), default=0)
+        unknown = len(path) - at  # chunks that a shared store may have
+        found = (tier.readable(path, at) or unknown * tier.remote.may_have(key) for tier in self._tiers)
+        run = 1 if arena else max(found, default=0)
         room = self._room(path, at, run, coming) if run else 0
-        if not room or key in self._promotions.probes:
+        if not room:
             return Requested()
         if arena:
+            if key in self._promotions.probes:
+                return Requested()
             return Requested(1, self._promotions.source(key) or arena.name)
         return self._promotions.request(path[: at + room], at, self.has_slot, terms)
-
-    def _may_come(self, tier: StoreTier, path: Sequence[ChunkKey], at: int) -> int:
-        """At most so many chunks from ``at`` on can come from this tier."""
-        return tier.readable(path, at) or (len(path) - at if tier.remote.may_have(path[at]) else 0)

@@ -92,9 +92,8 @@ class Extents:
         windows: list[range] = []
         usable: list[int] = []
         given: set[int] = set()  # the extents in these windows
-        if self._is_over(share) and self._is_needed_by_others(share):
-            return windows, usable
-        for window in self._free_windows(share):
+        gives_way = self._is_over(share) and self._is_needed_by_others(share)
+        for window in () if gives_way else self._free_windows(share):
             if len(usable) >= slots or self.room(share.model) - len(given) < len(window):
                 break
             windows.append(window)
