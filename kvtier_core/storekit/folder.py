@@ -276,7 +276,7 @@ def why_no_file(status: os.stat_result) -> str:
     elif status.st_uid != os.geteuid():
         why = f"owned by user {status.st_uid}; kvtier uses only files of its own user; remove it"
     elif status.st_mode & 0o077:
-        why = "others can read or write it; remove the file, or run chmod go-rwx"
+        why = "others can read or write it; remove the file"
     elif status.st_nlink > 1:
         why = "the file has another hard link; remove this one"
     return why

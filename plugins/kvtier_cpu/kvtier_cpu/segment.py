@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.folder import Folder, nearest
+from kvtier_core.storekit.folder import Folder, nearest, why_no_file
 from kvtier_core.types import Nbytes
 from kvtier_cpu.memory_limit import in_mib, must_be_available
 from kvtier_cpu.placement import Placement, whole_pages
@@ -167,7 +167,7 @@ class _Kept:
         with contextlib.suppress(FileNotFoundError):
             status = Folder.at(keep).status(_NAME)
             self.nbytes = 512 * status.st_blocks
-            self._fits = status.st_size == whole_pages(placement.nbytes, status.st_blksize)
+            self._fits = status.st_size == whole_pages(placement.nbytes, status.st_blksize) and not why_no_file(status)
         system = os.statvfs(nearest(keep))
         room = system.f_bavail * system.f_frsize + self.nbytes
         if system.f_blocks and placement.nbytes > room:  # a tmpfs without a bound has none

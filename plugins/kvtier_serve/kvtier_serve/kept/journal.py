@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.checksum import crc32
+from kvtier_core.storekit.folder import NoFile
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.types import ChunkKey, Nbytes
 from kvtier_remote.protocol import Key, Opening, encode
@@ -147,7 +148,7 @@ class Journal:
                 self._replay(_records(file.read()), inode)
         except FileNotFoundError:
             return False  # the memory is new, or its journal could not be written
-        except JournalError as error:
+        except (JournalError, NoFile) as error:
             logger.warning("kvtier: the content of the memory in %s is unknown: %s", self.path, error)
             self.forget()
             return False
