@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "a-journal-that-lacks-records-is-kept",
         JOURNAL,
-        "        self._folder.remove(_NAME)\n\n    def close",
+        "        self._folder.remove_made(_NAME)\n\n    def close",
         "\n    def close",
         KEPT_TESTS + "test_a_journal_that_cannot_be_written_is_removed",
     ),

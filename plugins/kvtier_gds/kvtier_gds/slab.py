@@ -66,16 +66,17 @@ class Slab:
         raises BackendError.
         """
         self.path = path
-        self._lock = FolderLock(path)
+        self._lock = FolderLock(path, looking=checking)
         self._opened = ""  # why the file is not used any more
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._lock.release)
             self.folder: Folder = self._lock.take()
-            remove_probes(self.folder)
-            for name in () if checking else (FRAMES, TABLE):
-                self.folder.remove_opened(name)
+            if not checking:
+                remove_probes(self.folder)
+                for name in (FRAMES, TABLE):
+                    self.folder.remove_opened(name)
             self.direct, self.ring = effective_access(path, self.folder, direct=direct, io=io)
-            opens, flags = (_nameless, os.O_RDWR) if checking else (Folder.open, os.O_RDWR | os.O_CREAT)
+            opens, flags = (_nameless, os.O_RDWR) if checking else (_marked, os.O_RDWR | os.O_CREAT)
             self.fd = opens(self.folder, FRAMES, flags | (os.O_DIRECT if self.direct else 0))
             undoing.callback(os.close, self.fd)
             self._table_fd = opens(self.folder, TABLE, flags)
@@ -155,7 +156,7 @@ class Slab:
         with contextlib.suppress(OSError):
             for name, fd in ((FRAMES, self.fd), (TABLE, self._table_fd)):
                 if os.path.samestat(self.folder.status(name), os.fstat(fd)):
-                    self.folder.remove(name)
+                    self.folder.remove_made(name)
             os.ftruncate(self.fd, 0)
 
     def close(self) -> None:
@@ -196,6 +197,20 @@ class Slab:
     def _too_large(self, nbytes: int, why: str) -> BackendError:
         why = f"{Nbytes(nbytes)} does not fit on this file system ({why})"
         return BackendError(f"{self.path}: {why}; free some space there, or lower the capacity")
+
+
+def remove_slab(path: Path) -> None:
+    """Remove the folder of a slab that no engine uses, and what kvtier made in it. What else is there stays."""
+    with contextlib.suppress(OSError, BackendError):
+        folder = Folder.at(path)
+        for entry in folder.entries():
+            with contextlib.suppress(NoFile):
+                folder.remove_made(entry.name)
+        path.rmdir()
+
+
+def _marked(folder: Folder, name: str, flags: int) -> int:
+    return folder.open(name, flags, marked=True)
 
 
 def _nameless(folder: Folder, name: str, flags: int) -> int:

@@ -8,17 +8,18 @@ import pytest
 from engine_process import LAYOUT, OWN
 from opened import forge, kubelet_opens, somebody_closes
 from patience import HANG
-from served import serving
+from served import config_of, serving
 from test_kept_memory import PAGES, SLOTS, attached, keep  # noqa: F401 - fixtures
 from test_shared_stack import OTHERS
 from test_slabs_of_a_server import PATIENCE, slabs, worker_of
 from test_truncated_memory import attach_again, loads
 
-from kvtier_core.errors import BackendError
+from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.stack import write_through
 from kvtier_core.stack.outcomes import Terms
 from kvtier_core.transfer.host_mover import HostMover
 from kvtier_core.types import FRAME_MAGIC, ReadStatus
+from kvtier_serve.server import Server
 
 
 class Stranger:
@@ -36,38 +37,44 @@ class Stranger:
 
 
 @pytest.fixture
-def stranger(keep):  # noqa: F811
-    stranger = Stranger(keep)
+def made(keep):  # noqa: F811
+    """A folder that the server makes."""
+    return keep / "made"
+
+
+@pytest.fixture
+def stranger(made):
+    stranger = Stranger(made)
     yield stranger
     os.close(stranger.file)
 
 
-def test_memory_that_was_opened_is_lost_and_the_server_begins_anew(tmp_path, keep, attached, stranger):  # noqa: F811
-    with serving(tmp_path, SLOTS, keep=keep) as served:
+def test_memory_that_was_opened_is_lost_and_the_server_begins_anew(tmp_path, made, attached, stranger):  # noqa: F811
+    with serving(tmp_path, SLOTS, keep=made) as served:
         own = attached(served.path)
         own.store(OWN)
-        before = (keep / "memory").stat().st_ino
+        before = (made / "memory").stat().st_ino
         stranger()
         with pytest.raises(BackendError, match="the memory of the server was truncated or opened to others"):
             own.mover.load(5, [0], PAGES)
         attach_again(own, 1)
-        assert (keep / "memory").stat().st_ino != before
+        assert (made / "memory").stat().st_ino != before
         stranger()
         assert not loads(own, OWN)
         own.store(OWN)
         assert loads(own, OWN) == len(OWN)
 
 
-def test_memory_that_was_seen_open_is_never_trusted_again(tmp_path, keep, attached, stranger, monkeypatch):  # noqa: F811
+def test_memory_that_was_seen_open_is_never_trusted_again(tmp_path, made, attached, stranger, monkeypatch):  # noqa: F811
     load = HostMover.load
-    with serving(tmp_path, SLOTS, keep=keep) as served:
+    with serving(tmp_path, SLOTS, keep=made) as served:
         own = attached(served.path)
         slot = next(iter(own.store(OWN).values())).index
 
         def opened_first(*arguments):
             stranger()
             assert own.mover._memory.is_broken
-            somebody_closes(keep)
+            somebody_closes(made)
             load(*arguments)
 
         monkeypatch.setattr(HostMover, "load", opened_first)
@@ -76,7 +83,7 @@ def test_memory_that_was_seen_open_is_never_trusted_again(tmp_path, keep, attach
         assert [each.ok for each in own.mover.finished()] == [False]
 
 
-def test_what_was_sealed_in_opened_memory_is_written_nowhere(tmp_path, keep, attached, stranger, monkeypatch):  # noqa: F811
+def test_what_was_sealed_in_opened_memory_is_written_nowhere(tmp_path, made, attached, stranger, monkeypatch):  # noqa: F811
     seal, disk = write_through.seal_part, tmp_path / "disk"
 
     def forged_first(*arguments, **options):
@@ -84,7 +91,7 @@ def test_what_was_sealed_in_opened_memory_is_written_nowhere(tmp_path, keep, att
         seal(*arguments, **options)
 
     monkeypatch.setattr(write_through, "seal_part", forged_first)
-    with serving(tmp_path, SLOTS, {"type": "disk", "path": str(disk), "capacity": "1MiB"}, keep=keep) as served:
+    with serving(tmp_path, SLOTS, {"type": "disk", "path": str(disk), "capacity": "1MiB"}, keep=made) as served:
         own = attached(served.path)
         own.store(OWN)
         attach_again(own, 1)
@@ -93,16 +100,26 @@ def test_what_was_sealed_in_opened_memory_is_written_nowhere(tmp_path, keep, att
         assert not loads(own, OWN)
 
 
-def test_memory_that_was_opened_between_two_servers_is_not_adopted(tmp_path, keep, attached, stranger):  # noqa: F811
-    with serving(tmp_path, SLOTS, keep=keep) as served:
+def test_memory_that_was_opened_between_two_servers_is_not_adopted(tmp_path, made, attached, stranger):  # noqa: F811
+    with serving(tmp_path, SLOTS, keep=made) as served:
         attached(served.path).store(OWN)
     stranger()
-    (keep).chmod(0o700)
-    with serving(tmp_path, SLOTS, keep=keep) as served:
+    with serving(tmp_path, SLOTS, keep=made) as served:
         own = attached(served.path)
         assert not loads(own, OWN)
         own.store(OWN)
         assert loads(own, OWN) == len(OWN)
+
+
+@pytest.mark.parametrize("name", ["journal", "journal.new"])
+def test_what_the_server_did_not_make_is_not_removed(tmp_path, made, name):
+    with serving(tmp_path, SLOTS, keep=made):
+        pass
+    (made / name).unlink(missing_ok=True)
+    (made / name).write_bytes(b"precious")
+    with pytest.raises((ConfigError, BackendError), match="not a file that kvtier made; name another folder"):
+        Server(config_of(SLOTS, keep=made), tmp_path / "kvtier.sock")
+    assert (made / name).read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize("forged", ["before it is found", "after it is found"])

@@ -219,8 +219,8 @@ class Journal:
     def resume(self) -> None:
         """Replace the file with a summary of all records: `spaces`. All other slots are free. Raises OSError."""
         new = f"{_NAME}.new"
-        self._folder.remove(new)
-        file = self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._folder.remove_made(new)
+        file = self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, marked=True)
         try:
             self._nbytes = os.write(file, _MAGIC)
             for record in self._summary():
@@ -248,7 +248,7 @@ class Journal:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        self._folder.remove(_NAME)
+        self._folder.remove_made(_NAME)
 
     def close(self) -> None:
         """Record nothing more, and unlock the folder. May be called twice."""
