@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,9 @@ def kubelet_opens(folder: Path) -> None:
 
 
 def somebody_closes(folder: Path) -> None:
-    """Whoever has a file open keeps it."""
+    """As chmod -R go-rwx does; whoever has a file open keeps it."""
     for path in (folder, *folder.rglob("*")):
-        path.chmod(0o700 if path.is_dir() else 0o600)
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o077)
 
 
 def forge(file: int, at: int, nbytes: int) -> None:
