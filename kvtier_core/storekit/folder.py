@@ -13,11 +13,11 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
+import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -29,10 +29,17 @@ _REPLICA = "replica-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 #: A folder on the way, which this user may perhaps not read.
 _ON_THE_WAY = _FOLDER | os.O_PATH
+#: Mark folders and files that kvtier made, by bits without a meaning for them, which stay when kubelet opens them. When
+#: another process writes to a file, only the sticky bit stays.
+_MADE_FOLDER, _MADE_FILE = stat.S_ISUID, stat.S_ISVTX
+#: What follows the name of what was in the place of a file or folder.
+ASIDE = ".kvtier-aside-"
 #: Links on the way to a folder, as many as Linux follows.
 _MAX_LINKS = 40
 
 logger = logging.getLogger("kvtier")
+
+_Opened = Literal["is closed", "is left", "is refused"]
 
 
 def place_in(path: Path) -> Path:
@@ -80,16 +87,18 @@ class NotOurs(BackendError):
 class Folder:
     """Closes its descriptor when the last reference is gone, so that no thread finds another file under its number."""
 
-    def __init__(self, fd: int, *called: Path | str):
+    def __init__(self, fd: int, *called: Path | str, opened: _Opened = "is refused"):
+        """``opened``: what becomes of folders in it, made by kvtier, that kubelet has opened to their group."""
         self.fd = fd
         self._called = called
+        self._opened = opened
 
     @classmethod
-    def at(cls, path: Path, *, make: bool = False) -> Folder:
+    def at(cls, path: Path, *, make: bool = False, looking: bool = False) -> Folder:
         """The folder that the path leads to now. Raises BackendError if others than this user may write to it.
 
-        With ``make``, it and the folders above are made if they are missing, and it is closed again if kubelet has
-        opened it to its group.
+        With ``make``, it and the folders above are made if they are missing, and it is closed again if kvtier made it
+        and kubelet has opened it to its group; ``looking`` leaves it open, and accepts it all the same.
         """
         found = cls(os.open("/", _ON_THE_WAY), "/")
         names = list(path.absolute().parts[:0:-1])  # still to enter, the next one last
@@ -97,23 +106,28 @@ class Folder:
         while names:
             name = names.pop()
             try:
-                found = cls(found._enter(name, _ON_THE_WAY, make), *found._called, name)
+                found = cls(found._enter(name, _ON_THE_WAY, make, mark=not names), *found._called, name)
             except NotADirectoryError:
                 links += 1
                 if not names or links > _MAX_LINKS:
                     must_be_ours(found.status(name), found.path / name if names else path)
                 names += reversed(Path(found._link(name)).parts)
-        if make and found._close_to_group():
+        made = os.fstat(found.fd).st_mode & _MADE_FOLDER
+        opened = (make or looking) and found._is_opened() and made
+        if opened and not looking:
+            found._close_to_group()
             logger.warning(
                 "kvtier: %s: was made writable by its group, as kubelet does with fsGroup; files that the group "
                 "could have changed are not used; to keep them, set fsGroupChangePolicy: OnRootMismatch "
                 "in the pod's spec",
                 path,
             )
-        must_be_ours(os.fstat(found.fd), path)
+        if not (opened and looking):
+            must_be_ours(os.fstat(found.fd), path)
         if make and not os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=found.fd):
             raise BackendError(f"{path}: this user cannot write here; grant the permission, or choose another folder")
-        return cls(os.open(".", _FOLDER, dir_fd=found.fd), path)
+        becomes: _Opened = "is left" if looking else "is closed" if make else "is refused"
+        return cls(os.open(".", _FOLDER, dir_fd=found.fd), path, opened=becomes)
 
     @property
     def path(self) -> Path:
@@ -128,23 +142,26 @@ class Folder:
     def inner(self, name: str, *, make: bool = False) -> Folder:
         """The folder of that name in this one. Raises BackendError if others than this user may write to it.
 
-        With ``make`` it is made if missing, and replaces anything that is not a folder.
+        With ``make`` it is made if missing, and anything that is not a folder is renamed.
         """
         try:
             fd = self._enter(name, _FOLDER, make)
         except NotADirectoryError:
             if not make:
                 raise
-            with self._naming(name), contextlib.suppress(FileNotFoundError, IsADirectoryError):  # others were faster
-                os.unlink(name, dir_fd=self.fd)
+            with self._naming(name), contextlib.suppress(FileNotFoundError):  # others were faster
+                self._put_aside(name)
             fd = self._enter(name, _FOLDER, make)
-        inner = Folder(fd, *self._called, name)
-        inner._close_to_group()
-        must_be_ours(os.fstat(fd), *inner._called)
+        inner = Folder(fd, *self._called, name, opened=self._opened)
+        opened = inner._is_opened()
+        if opened and self._opened == "is closed":
+            inner._close_to_group()
+        if not (opened and self._opened == "is left"):
+            must_be_ours(os.fstat(fd), *inner._called)
         return inner
 
-    def _enter(self, name: str, flags: int, make: bool) -> int:
-        """A descriptor of the folder of that name in this one."""
+    def _enter(self, name: str, flags: int, make: bool, *, mark: bool = False) -> int:
+        """A descriptor of the folder of that name in this one. ``mark``: if it is made, it gets the mark of that."""
         with self._naming(name):
             try:
                 return os.open(name, flags, dir_fd=self.fd)
@@ -154,22 +171,27 @@ class Folder:
             try:
                 os.mkdir(name, 0o700, dir_fd=self.fd)
             except FileExistsError:
-                pass  # another process was faster
+                mark = False  # another process was faster
             except PermissionError:
                 raise _not_makeable(self.path / name) from None
-            return os.open(name, flags, dir_fd=self.fd)
+            fd = os.open(name, flags, dir_fd=self.fd)
+        if mark:
+            with contextlib.suppress(OSError):  # then it is not closed when it was opened
+                os.chmod(".", stat.S_IMODE(os.fstat(fd).st_mode) | _MADE_FOLDER, dir_fd=fd)
+        return fd
 
-    def _close_to_group(self) -> bool:
-        """Close a folder that kubelet has opened to a group of this process. False if it has not.
+    def _is_opened(self) -> bool:
+        """Has kubelet opened a folder of this user, with mode 0700, to a group of this process?
 
-        kubelet does so at each start of a pod, with everything in a volume with fsGroup. The files in the folder keep
-        their modes, which mark those that the group may have changed.
+        It does so at each start of a pod, with everything in a volume with fsGroup.
         """
         status = os.fstat(self.fd)
-        opened = status.st_uid == os.geteuid() and status.st_mode & 0o7022 == stat.S_ISGID | stat.S_IWGRP
-        if opened := opened and status.st_gid in (os.getegid(), *os.getgroups()):
-            os.chmod(".", stat.S_IMODE(status.st_mode) & ~0o077, dir_fd=self.fd)
-        return opened
+        opened = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & ~_MADE_FOLDER == 0o2770
+        return opened and status.st_gid in (os.getegid(), *os.getgroups())
+
+    def _close_to_group(self) -> None:
+        """The files in the folder keep their modes, which mark those that the group may have changed."""
+        os.chmod(".", stat.S_IMODE(os.fstat(self.fd).st_mode) & ~0o077, dir_fd=self.fd)
 
     def _link(self, name: str) -> str:
         """The target of a link in this folder. Raises NotOurs if others may have put it there."""
@@ -182,9 +204,10 @@ class Folder:
             )
         return os.readlink(name, dir_fd=self.fd)
 
-    def open(self, name: str, flags: int) -> int:
+    def open(self, name: str, flags: int, *, marked: bool = False) -> int:
         """A descriptor of a regular file of this user alone; a new one is readable only by this user.
 
+        If a new one is ``marked``, `remove_made` removes it, and no other file of that name.
         Raises NoFile for any other file, before a byte of it is read or written.
         """
         if not flags & os.O_EXCL:
@@ -193,7 +216,7 @@ class Folder:
         # NONBLOCK: opening a pipe would wait for its other end. For files it means nothing.
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with self._naming(name):
-            fd = os.open(name, flags, 0o600, dir_fd=self.fd)
+            fd = os.open(name, flags, _MADE_FILE | 0o600 if marked else 0o600, dir_fd=self.fd)
         try:
             self._must_be_file(name, os.fstat(fd))
             os.set_blocking(fd, True)
@@ -216,22 +239,33 @@ class Folder:
             return list(entries)
 
     def remove(self, name: str) -> bool:
-        """Remove the entry with that name; a folder with all its contents. False if there is no entry."""
+        """Remove the entry with that name; a folder, which may be anybody's, is renamed. False if there is no entry."""
         with self._naming(name):
             try:
-                if stat.S_ISDIR(self.status(name).st_mode):
-                    shutil.rmtree(name, dir_fd=self.fd)
-                else:
-                    os.unlink(name, dir_fd=self.fd)
+                os.unlink(name, dir_fd=self.fd)
             except FileNotFoundError:
                 return False
+            except IsADirectoryError:
+                if ASIDE in name:
+                    return False
+                self._put_aside(name)
         return True
 
+    def _put_aside(self, name: str) -> None:
+        os.rename(name, f"{name}{ASIDE}{secrets.token_hex(4)}", src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def remove_made(self, name: str) -> None:
+        """Remove a marked file, if it is there. Raises NoFile if it is another."""
+        with contextlib.suppress(FileNotFoundError):
+            if not is_made(self.status(name)):
+                raise NoFile(f"{self.path / name}: not a file that kvtier made; name another folder")
+            self.remove(name)
+
     def remove_opened(self, name: str) -> None:
-        """Remove a file that kubelet has opened to a group, see `_close_to_group`."""
+        """Remove a marked file that kubelet has opened to a group, see `_is_opened`."""
         with contextlib.suppress(FileNotFoundError):
             status, of_folder = self.status(name), os.fstat(self.fd)
-            opened = stat.S_ISREG(status.st_mode) and status.st_mode & 0o077 == 0o060
+            opened = is_made(status) and status.st_mode & 0o077 == 0o060
             if opened and of_folder.st_mode & stat.S_ISGID and status.st_gid == of_folder.st_gid:
                 self.remove(name)
 
@@ -276,10 +310,16 @@ def why_no_file(status: os.stat_result) -> str:
     elif status.st_uid != os.geteuid():
         why = f"owned by user {status.st_uid}; kvtier uses only files of its own user; remove it"
     elif status.st_mode & 0o077:
-        why = "others can read or write it; remove the file, or run chmod go-rwx"
+        why = "others can read or write it; remove the file"
     elif status.st_nlink > 1:
         why = "the file has another hard link; remove this one"
     return why
+
+
+def is_made(status: os.stat_result) -> bool:
+    """Is it a file that `Folder.open` made and marked, or an empty one, with which nothing is lost?"""
+    ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return ours and bool(status.st_mode & _MADE_FILE or not status.st_size)
 
 
 def must_be_makeable(path: Path) -> None:

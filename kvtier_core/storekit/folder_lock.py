@@ -29,15 +29,16 @@ class FileLock(ProcessBound, closing={"release": lambda: None}):
 class FolderLock:
     """A folder of this user, locked by this process from `take` to `release`."""
 
-    def __init__(self, path: Path, check: Callable[[Folder], None] = lambda folder: None):
-        """``check`` raises BackendError for a folder that must not be used; it is called when the folder is locked."""
+    def __init__(self, path: Path, check: Callable[[Folder], None] = lambda folder: None, *, looking: bool = False):
+        """``check`` raises BackendError for a locked folder that must not be used. ``looking``: see `Folder.at`."""
         self.path = path
+        self._looking = looking
         self._check = check
         self._locked: tuple[Folder, FileLock] | None = None
 
     def take(self) -> Folder:
         """Make the folder if it is missing, lock it, and return it."""
-        folder = Folder.at(self.path, make=True)
+        folder = Folder.at(self.path, make=True, looking=self._looking)
         before, self._locked = self._locked, (folder, self._lock(folder))
         if before is not None:
             before[1].release()
@@ -46,7 +47,7 @@ class FolderLock:
     def try_out(self) -> None:
         """Raise the errors that `take` would, and make nothing."""
         try:
-            folder = Folder.at(self.path)
+            folder = Folder.at(self.path, looking=True)
         except FileNotFoundError:
             must_be_makeable(self.path)
         else:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from kvtier_core.forks import ProcessBound
 
+#: What follows the name of a socket until it listens.
+_NEW = ".new"
+
 
 class _Listener(ProcessBound, socket.socket):
     """Removes its file when it is closed, if no other has taken its place."""
@@ -36,24 +39,38 @@ def listen(path: Path, backlog: int) -> socket.socket:
         with _alone(path):
             if _is_abandoned(path):
                 path.unlink()
-            elif path.is_socket():
-                raise OSError(errno.EADDRINUSE, f"another process serves {path}")
-            listener.bind(str(path))
+            elif os.path.lexists(path):
+                why = f"another process serves {path}" if path.is_socket() else os.strerror(errno.EADDRINUSE)
+                raise OSError(errno.EADDRINUSE, why)
+            _listen_under_another_name(listener, path, backlog)
             listener.path, listener.inode = path, path.lstat().st_ino
-            path.chmod(0o600)
-            listener.listen(backlog)
     except BaseException:
         listener.close()
         raise
     return listener
 
 
+def _listen_under_another_name(listener: socket.socket, path: Path, backlog: int) -> None:
+    """Give it its name when it listens: until then it would seem to be abandoned."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        name = path.name + _NEW
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+        os.fchmod(listener.fileno(), 0o600)  # the mode of the file that bind makes
+        listener.bind(f"/proc/self/fd/{folder}/{name}")  # the whole path could be too long with this name
+        listener.listen(backlog)
+        os.rename(name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
 def sweep(folder: Path, pattern: str) -> None:
     """Remove the sockets that killed processes left in a folder."""
-    for path in folder.glob(pattern):
+    for path in (*folder.glob(pattern), *folder.glob(pattern + _NEW)):
         with contextlib.suppress(OSError):
             if _is_abandoned(path):
-                with _alone(path):
+                with _alone(path.with_name(path.name.removesuffix(_NEW))):
                     if _is_abandoned(path):
                         path.unlink()
 

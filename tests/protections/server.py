@@ -17,6 +17,7 @@ ADOPTION = "plugins/kvtier_serve/kvtier_serve/kept/adoption.py"
 JOURNAL = "plugins/kvtier_serve/kvtier_serve/kept/journal.py"
 MEMORY = "plugins/kvtier_remote/kvtier_remote/memory.py"
 KEPT_TESTS = "plugins/kvtier_serve/tests/test_kept_memory.py::"
+OPENED = "plugins/kvtier_serve/tests/test_opened_memory.py::"
 TRUNCATED = "plugins/kvtier_serve/tests/test_truncated_memory.py::"
 
 LENT_ARENA = "plugins/kvtier_serve/kvtier_serve/lent_arena.py"
@@ -76,9 +77,30 @@ MUTANTS = (
     Mutant(
         "what-is-left-of-a-page-counts",
         "plugins/kvtier_remote/kvtier_remote/guarded_memory.py",
-        "return self.size() < len(self) or _was_replaced(self._number)",
-        "return _was_replaced(self._number)",
+        "return self._opened or self.size() < len(self) or",
+        "return self._opened or",
         TRUNCATED + "test_a_load_that_meets_a_truncation_has_failed",
+    ),
+    Mutant(
+        "opened-memory-is-trusted",
+        "plugins/kvtier_remote/kvtier_remote/guarded_memory.py",
+        "self._file >= 0 and why_no_file(os.fstat(self._file))",
+        'False and ""',
+        OPENED + "test_memory_that_was_opened_is_lost_and_the_server_begins_anew",
+    ),
+    Mutant(
+        "memory-that-is-closed-again-is-trusted",
+        "plugins/kvtier_remote/kvtier_remote/guarded_memory.py",
+        "self._opened = self._opened or (self._file >= 0",
+        "self._opened = (self._file >= 0",
+        OPENED + "test_memory_that_was_seen_open_is_never_trusted_again",
+    ),
+    Mutant(
+        "opened-memory-is-adopted",
+        "plugins/kvtier_cpu/kvtier_cpu/segment.py",
+        " and not why_no_file(status)",
+        "",
+        OPENED + "test_memory_that_was_opened_between_two_servers_is_not_adopted",
     ),
     Mutant(
         "truncated-memory-is-sealed",
@@ -118,7 +140,7 @@ MUTANTS = (
     Mutant(
         "a-journal-that-lacks-records-is-kept",
         JOURNAL,
-        "        self._folder.remove(_NAME)\n\n    def close",
+        "        self._folder.remove_made(_NAME)\n\n    def close",
         "\n    def close",
         KEPT_TESTS + "test_a_journal_that_cannot_be_written_is_removed",
     ),

@@ -11,6 +11,7 @@ DISK_TROUBLE = "plugins/kvtier_disk/tests/test_disk_trouble.py::"
 SHARED_SPACE = "kvtier_core/storekit/shared_space.py"
 SHARED_SPACE_TESTS = "tests/storekit/test_shared_space.py::"
 BESIDE = "plugins/kvtier_vllm/tests/test_beside_others.py::"
+OPENED_SLABS = "plugins/kvtier_gds/tests/test_gds_opened.py::"
 VOLUMES = "plugins/kvtier_serve/tests/test_volumes.py::"
 
 MUTANTS = (
@@ -52,8 +53,8 @@ MUTANTS = (
     Mutant(
         "files-for-everyone",
         STOREKIT + "/folder.py",
-        "flags, 0o600,",
-        "flags, 0o644,",
+        "if marked else 0o600,",
+        "if marked else 0o644,",
         "plugins/kvtier_disk/tests/test_disk.py::test_names_come_from_keys_and_no_other_user_may_look",
     ),
     Mutant(
@@ -129,9 +130,65 @@ MUTANTS = (
     Mutant(
         "folders-that-any-group-may-write-to",
         STOREKIT + "/folder.py",
-        "        if opened := opened and status.st_gid in (os.getegid(), *os.getgroups()):\n",
-        "        if opened:\n",
+        "        return opened and status.st_gid in (os.getegid(), *os.getgroups())\n",
+        "        return opened\n",
         VOLUMES + "test_a_folder_that_was_opened_to_a_group_of_others_is_refused",
+    ),
+    Mutant(
+        "a-running-tier-trusts-an-opened-slab",
+        "plugins/kvtier_gds/kvtier_gds/backend.py",
+        "            slab.must_be_ours()\n",
+        "            pass\n",
+        OPENED_SLABS + "test_no_forged_frame_is_read_whenever_the_files_are_opened",
+    ),
+    Mutant(
+        "a-worker-trusts-an-opened-slab",
+        "plugins/kvtier_gds/kvtier_gds/slab_files.py",
+        "        self.must_be_ours()\n",
+        "",
+        OPENED_SLABS + "test_no_forged_frame_is_read_whenever_the_files_are_opened",
+    ),
+    Mutant(
+        "a-slab-that-is-closed-again-is-trusted",
+        "plugins/kvtier_gds/kvtier_gds/slab.py",
+        "            self._abandon()\n",
+        "",
+        OPENED_SLABS + "test_a_slab_that_was_seen_open_is_never_used_again",
+    ),
+    Mutant(
+        "a-worker-forgets-that-a-slab-was-open",
+        "plugins/kvtier_gds/kvtier_gds/slab_files.py",
+        "self._opened = self._opened or why_no_file(status)",
+        "self._opened = why_no_file(status)",
+        OPENED_SLABS + "test_a_worker_that_saw_a_slab_open_never_reads_it_again",
+    ),
+    Mutant(
+        "a-file-that-is-opened-while-it-is-read-is-trusted",
+        "plugins/kvtier_disk/kvtier_disk/files.py",
+        "if why else outcome",
+        "if False else outcome",
+        "plugins/kvtier_disk/tests/test_disk_opened.py::test_no_forged_frame_is_read_whenever_the_files_are_opened",
+    ),
+    Mutant(
+        "any-opened-folder-is-closed",
+        STOREKIT + "/folder.py",
+        "and found._is_opened() and made",
+        "and found._is_opened()",
+        "tests/storekit/test_folder.py::test_only_a_folder_that_kvtier_made_is_closed_and_only_when_it_is_opened",
+    ),
+    Mutant(
+        "whatever-has-the-name-is-removed",
+        STOREKIT + "/folder.py",
+        "            if not is_made(self.status(name)):\n",
+        "            if False:\n",
+        "tests/storekit/test_folder.py::test_only_a_file_with_the_mark_is_removed_as_kvtiers",
+    ),
+    Mutant(
+        "a-socket-has-its-name-before-it-listens",
+        "kvtier_core/storekit/owner_socket.py",
+        "        name = path.name + _NEW\n",
+        "        name = path.name\n",
+        "tests/storekit/test_owner_socket.py::test_a_name_is_there_when_its_owner_listens_and_nobody_else_may_connect",
     ),
     Mutant(
         "memory-of-any-folder",

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from opened import before_line
 from sizes import some
 
 from kvtier_core.storekit import owner_socket
@@ -59,6 +60,50 @@ def test_of_many_that_start_over_an_abandoned_socket_one_listens(tmp_path, sweep
                 os.waitpid(child, 0)
             os.close(gate)
             os.close(verdict)
+
+
+def test_a_name_is_there_when_its_owner_listens_and_nobody_else_may_connect(tmp_path):
+    """Before each line of its opening, whatever the umask."""
+    path, line, lines = tmp_path / "s", 0, 1
+
+    def look():
+        for entry in os.scandir(tmp_path):
+            assert not entry.stat().st_mode & 0o077
+        with socket.socket(socket.AF_UNIX) as client:
+            if path.exists():
+                client.connect(str(path))
+
+    def opens():
+        owner_socket.listen(path, 8).close()
+
+    before = os.umask(0)
+    try:
+        while line < lines:
+            lines = before_line(line, look, opens)
+            line += 1
+    finally:
+        os.umask(before)
+    assert lines > 10
+
+
+def test_another_file_of_that_name_stays_as_it_is(tmp_path):
+    (tmp_path / "s").write_text("precious")
+    (tmp_path / "s").chmod(0o644)
+    with pytest.raises(OSError, match="in use"):
+        owner_socket.listen(tmp_path / "s", 1)
+    assert (tmp_path / "s").read_text() == "precious" and (tmp_path / "s").stat().st_mode & 0o777 == 0o644
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_what_a_process_left_that_was_killed_before_it_listened_is_swept(tmp_path):
+    for swept in (True, False):
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(tmp_path / "s.new"))
+        if swept:
+            owner_socket.sweep(tmp_path, "s")
+        else:
+            owner_socket.listen(tmp_path / "s", 1).close()
+        assert not os.listdir(tmp_path)
 
 
 def test_the_lock_of_a_killed_process_keeps_no_one_away(tmp_path):

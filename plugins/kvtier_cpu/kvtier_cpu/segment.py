@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.folder import Folder, nearest
+from kvtier_core.storekit.folder import Folder, is_made, nearest, why_no_file
 from kvtier_core.types import Nbytes
 from kvtier_cpu.memory_limit import in_mib, must_be_available
 from kvtier_cpu.placement import Placement, whole_pages
@@ -165,9 +165,10 @@ class _Kept:
         self.nbytes = 0  #: allocated by a former process
         self._fits = False
         with contextlib.suppress(FileNotFoundError):
-            status = Folder.at(keep).status(_NAME)
+            status = Folder.at(keep, looking=True).status(_NAME)
             self.nbytes = 512 * status.st_blocks
-            self._fits = status.st_size == whole_pages(placement.nbytes, status.st_blksize)
+            fits = status.st_size == whole_pages(placement.nbytes, status.st_blksize)
+            self._fits = fits and is_made(status) and not why_no_file(status)
         system = os.statvfs(nearest(keep))
         room = system.f_bavail * system.f_frsize + self.nbytes
         if system.f_blocks and placement.nbytes > room:  # a tmpfs without a bound has none
@@ -177,12 +178,15 @@ class _Kept:
             )
 
     def open(self, undo: contextlib.ExitStack) -> int:
-        """A file of another length is replaced: processes may still map it. ``undo`` removes a new file."""
+        """A file of another length is replaced: processes may still map it. ``undo`` removes a new file.
+
+        Raises BackendError if the file is not kvtier's.
+        """
         folder = Folder.at(self._path)
         if not self._fits:
-            folder.remove(_NAME)
+            folder.remove_made(_NAME)
             undo.callback(folder.remove, _NAME)
-        return folder.open(_NAME, os.O_RDWR | os.O_CREAT)
+        return folder.open(_NAME, os.O_RDWR | os.O_CREAT, marked=True)
 
 
 def _allocate(file: io.FileIO, memory: mmap.mmap, begin: int, nbytes: int) -> None:

@@ -82,6 +82,21 @@ def test_memory_that_fails_half_way_leaves_nothing_allocated(folder, monkeypatch
     assert list(folder.iterdir()) == [] and free(folder) == before
 
 
+@pytest.mark.parametrize("nbytes", [0, 4, 6])
+def test_what_kvtier_did_not_make_is_neither_used_nor_removed(folder, nbytes):
+    others = folder / "memory"
+    if nbytes:
+        others.write_bytes(b"precious" * (nbytes * MIB // 8))
+        others.chmod(0o600)
+    else:
+        (others / "precious").mkdir(parents=True)
+    before = others.stat()
+    with pytest.raises(BackendError, match=f"{others}: not a file that kvtier made; name another folder"):
+        opened(folder, 6 * MIB)
+    assert others.stat() == before
+    assert not nbytes or others.read_bytes() == b"precious" * (nbytes * MIB // 8)
+
+
 @pytest.mark.parametrize("kept", [0, 4, 6])
 def test_a_check_changes_nothing(folder, kept):
     if kept:

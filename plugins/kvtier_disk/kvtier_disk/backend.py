@@ -37,7 +37,7 @@ class DiskBackend(FolderBackend):
     remains = "its files are removed; the file system may keep their blocks until it uses them again"
 
     def __init__(self, path: Path, ctx: OpenContext, *, direct: str, io: str, min_free: int, quarantine: int):
-        lock = FolderLock(path, must_not_be_shared)
+        lock = FolderLock(path, must_not_be_shared, looking=ctx.checking)
         super().__init__(path, lock, ctx, direct=direct, io=io, min_free=min_free)
         self._quarantine_nbytes = quarantine
         self._capacity: int = ctx.capacity

@@ -12,7 +12,7 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.disk_access import new_file
 from kvtier_core.storekit.files import read_files, write_files
-from kvtier_core.storekit.folder import Folder, NoFile
+from kvtier_core.storekit.folder import Folder, NoFile, why_no_file
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_disk.frames import Place, unfinished
 
@@ -54,8 +54,11 @@ def read_frames(
         filled = read_files(
             [fd for _, fd, _ in whole], [view for _, _, view in whole], ring=access.ring, direct=access.direct
         )
-        for (i, _, _), outcome in zip(whole, filled, strict=True):
-            outcomes[i] = 0 if is_gone(outcome) else outcome
+        for (i, fd, _), outcome in zip(whole, filled, strict=True):
+            # What was open to others for a moment could be theirs.
+            why = why_no_file(os.fstat(fd)) if isinstance(outcome, int) else ""
+            refused = NoFile(f"{places[i].under(home.path)}: {why}") if why else outcome
+            outcomes[i] = 0 if is_gone(outcome) else refused
     return outcomes
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import attrs
 
-from kvtier_core.storekit.folder import Folder, why_no_file
+from kvtier_core.storekit.folder import ASIDE, Folder, why_no_file
 from kvtier_core.storekit.namespaces import is_home
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
 
@@ -145,6 +145,8 @@ def everything_in(root: Folder, namespace_folder: str, shard: str) -> Iterator[t
         yield Place((namespace_folder,), shard), None
         return
     for entry in folder.entries():
+        if ASIDE in entry.name:
+            continue
         place = Place((namespace_folder, shard), entry.name)
         try:
             found = _frame(place, entry)

@@ -35,7 +35,7 @@ class SharedDiskBackend(FolderBackend):
     space: SharedSpace | None
 
     def __init__(self, path: Path, ctx: OpenContext, *, direct: str, io: str, min_free: int):
-        folder = SharedFolder(path)
+        folder = SharedFolder(path, looking=ctx.checking)
         super().__init__(path, folder, ctx, direct=direct, io=io, min_free=min_free)
         with backend_errors(path):
             root = folder.take()

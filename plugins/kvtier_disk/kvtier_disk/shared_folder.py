@@ -36,13 +36,15 @@ class SharedFolder:
     makes NFS ask its server whether the folder has changed.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, looking: bool = False):
+        """``looking``: see `Folder.at`."""
         self.path = path
+        self._looking = looking
         self._known: os.stat_result | None = None
 
     def take(self) -> Folder:
         """Make the folder if it is missing, mark it as shared, and return it."""
-        folder = Folder.at(self.path, make=True)
+        folder = Folder.at(self.path, make=True, looking=self._looking)
         self._know(folder)
         return folder
 
@@ -58,7 +60,7 @@ class SharedFolder:
         """
         known = self._must_be_known()
         try:
-            folder = Folder.at(self.path)
+            folder = Folder.at(self.path, looking=self._looking)
         except FileNotFoundError:
             return None
         status = os.fstat(folder.fd)

@@ -28,7 +28,7 @@ _ABANDONED = 24 * 3600.0
 def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
     """Everything in the folder, which is locked meanwhile. Raises BackendError, also when an engine uses it."""
     _must_exist(path)
-    lock = FolderLock(path, must_not_be_shared)
+    lock = FolderLock(path, must_not_be_shared, looking=True)
     with backend_errors(path):
         root = lock.take()
     try:
@@ -44,7 +44,7 @@ def everything_shared_in(path: Path) -> Iterator[Stored]:
     """
     _must_exist(path)
     with backend_errors(path):
-        root = Folder.at(path)
+        root = Folder.at(path, looking=True)
     before = time.time() - _ABANDONED
     return (
         listed.stored(found)

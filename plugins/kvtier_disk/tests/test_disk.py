@@ -103,7 +103,7 @@ def test_names_come_from_keys_and_no_other_user_may_look(tmp_path):
     assert file == tmp_path / "kv" / home / key.hex()[:2] / f"{key.hex()}.kv"
     assert stat.S_IMODE((tmp_path / "kv" / home / "namespace.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert {stat.S_IMODE(parent.stat().st_mode) for parent in list(file.parents)[:3]} == {0o700}
+    assert [stat.S_IMODE(parent.stat().st_mode) for parent in list(file.parents)[:3]] == [0o700, 0o700, 0o4700]
     disk.close()
 
 

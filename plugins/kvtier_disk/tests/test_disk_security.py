@@ -101,7 +101,11 @@ def in_time(work):
 def test_no_umask_opens_what_the_tier_makes(folder, no_umask):
     disk = open_disk(folder)
     write(disk)
-    assert {(path.is_dir(), mode(path)) for path in [folder, *folder.rglob("*")]} == {(True, 0o700), (False, 0o600)}
+    assert {(path.is_dir(), mode(path)) for path in [folder, *folder.rglob("*")]} == {
+        (True, 0o4700),
+        (True, 0o700),
+        (False, 0o600),
+    }
     disk.close()
 
 

@@ -94,6 +94,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
                     at=[place.at for place in places],
                 )
                 self._must_answer(places, failures)
+                self._must_be_ours()
                 for i, (key, place) in enumerate(zip(keys, places, strict=True)):
                     if failures[i] is None:
                         failures[i] = self._publish(key, place)
@@ -193,6 +194,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         fds, at = [place.slab.fd for place in places], [place.at for place in places]
         outcomes = read_files(fds, into, ring=self._ring, direct=self._direct, at=at)
         self._must_answer(places, outcomes)
+        self._must_be_ours()
         return outcomes
 
     def _must_answer(self, places: Sequence[Place], outcomes: Sequence[object]) -> None:
@@ -200,6 +202,11 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         for slab in self._slabs:
             its = [outcome for place, outcome in zip(places, outcomes, strict=True) if place.slab is slab]
             raise_if_store_failed(its, slab.folder)
+
+    def _must_be_ours(self) -> None:
+        """Raise NoFile if others could have written what was read, or can change what was written."""
+        for slab in self._slabs:
+            slab.must_be_ours()
 
     def _reserve(self, lengths: Sequence[int]) -> list[Place]:
         """Places for frames of these lengths. Frames of other namespaces make room, the oldest first."""

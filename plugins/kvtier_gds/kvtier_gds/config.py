@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -76,13 +75,15 @@ class GdsConfig(BackendConfig):
     @contextlib.contextmanager
     def apart(self) -> Iterator[BackendConfig]:
         """Slabs in separate folders on the same drives: another capacity would truncate this tier's files."""
+        from kvtier_gds.slab import remove_slab
+
         name = f"conform-{secrets.token_hex(8)}"
         paths = tuple(path / name for path in self.paths)
         try:
             yield attrs.evolve(self, paths=paths)
         finally:
             for path in paths:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_slab(path)
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[Stored]]:

@@ -94,6 +94,7 @@ class DeviceLane:
     def _read_payloads(self, extents: Sequence[Extent], into: Sequence[DeviceMemory]) -> list[int | BackendError]:
         """As `SlabFiles.read_extents`, into the GPU's memory. The bytes are there when this returns."""
         outcomes = self._reads.read(extents, into)
+        self._files.must_be_ours()
         return [
             self._read_aside(extent, outcome.error) if outcome.error else outcome.value
             for extent, outcome in zip(extents, outcomes, strict=True)

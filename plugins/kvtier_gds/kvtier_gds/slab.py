@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import NamedTuple, Self, cast
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.disk_access import FULL, PROBE, effective_access, new_file, remove_probes
 from kvtier_core.storekit.files import bounce, write_files
-from kvtier_core.storekit.folder import Folder
+from kvtier_core.storekit.folder import Folder, NoFile, why_no_file
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.transfer.own_shard import FrameRange
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_gds.extents import Extents
 from kvtier_gds.table import RECORD_NBYTES, Record, Table, without_overlaps
+
+logger = logging.getLogger("kvtier")
 
 FRAMES = "kvtier.slab"
 TABLE = "kvtier.table"
@@ -63,15 +66,17 @@ class Slab:
         raises BackendError.
         """
         self.path = path
-        self._lock = FolderLock(path)
+        self._lock = FolderLock(path, looking=checking)
+        self._opened = ""  # why the file is not used any more
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._lock.release)
             self.folder: Folder = self._lock.take()
-            remove_probes(self.folder)
-            for name in () if checking else (FRAMES, TABLE):
-                self.folder.remove_opened(name)
+            if not checking:
+                remove_probes(self.folder)
+                for name in (FRAMES, TABLE):
+                    self.folder.remove_opened(name)
             self.direct, self.ring = effective_access(path, self.folder, direct=direct, io=io)
-            opens, flags = (_nameless, os.O_RDWR) if checking else (Folder.open, os.O_RDWR | os.O_CREAT)
+            opens, flags = (_nameless, os.O_RDWR) if checking else (_marked, os.O_RDWR | os.O_CREAT)
             self.fd = opens(self.folder, FRAMES, flags | (os.O_DIRECT if self.direct else 0))
             undoing.callback(os.close, self.fd)
             self._table_fd = opens(self.folder, TABLE, flags)
@@ -130,6 +135,30 @@ class Slab:
         write_files([self.fd], [bounce(place.nbytes)], ring=self.ring, direct=self.direct, at=[place.at])
         self.clear(place)
 
+    def must_be_ours(self) -> None:
+        """Raise NoFile if others can read or write the frames, or could when this was called before.
+
+        They may still have the file open. Call it after a read or write, and before its outcome counts.
+        """
+        if not self._opened and (why := why_no_file(os.fstat(self.fd))):
+            self._opened = why
+            logger.warning(
+                "kvtier: %s: others were given access to it, as kubelet does with fsGroup when another pod starts; "
+                "they may have read frames, and no frame in it is used any more; a restart begins a new file",
+                self.path / FRAMES,
+            )
+            self._abandon()
+        if self._opened:
+            raise NoFile(f"{self.path / FRAMES}: {self._opened}; it is no longer used; a restart begins a new file")
+
+    def _abandon(self) -> None:
+        """Workers and the next start do not use it either, even if somebody has closed it to others by then."""
+        with contextlib.suppress(OSError):
+            for name, fd in ((FRAMES, self.fd), (TABLE, self._table_fd)):
+                if os.path.samestat(self.folder.status(name), os.fstat(fd)):
+                    self.folder.remove_made(name)
+            os.ftruncate(self.fd, 0)
+
     def close(self) -> None:
         """Close the files and unlock the folder. May be called twice."""
         self._closing.close()
@@ -168,6 +197,20 @@ class Slab:
     def _too_large(self, nbytes: int, why: str) -> BackendError:
         why = f"{Nbytes(nbytes)} does not fit on this file system ({why})"
         return BackendError(f"{self.path}: {why}; free some space there, or lower the capacity")
+
+
+def remove_slab(path: Path) -> None:
+    """Remove the folder of a slab that no engine uses, and what kvtier made in it. What else is there stays."""
+    with contextlib.suppress(OSError, BackendError):
+        folder = Folder.at(path)
+        for entry in folder.entries():
+            with contextlib.suppress(NoFile):
+                folder.remove_made(entry.name)
+        path.rmdir()
+
+
+def _marked(folder: Folder, name: str, flags: int) -> int:
+    return folder.open(name, flags, marked=True)
 
 
 def _nameless(folder: Folder, name: str, flags: int) -> int:

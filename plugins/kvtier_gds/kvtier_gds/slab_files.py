@@ -6,12 +6,13 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.disk_access import raise_if_store_failed
 from kvtier_core.storekit.files import read_files, ring_works
-from kvtier_core.storekit.folder import Folder, backend_errors
+from kvtier_core.storekit.folder import Folder, NoFile, backend_errors, why_no_file
 from kvtier_core.transfer.own_shard import FrameRange
 from kvtier_gds.slab import FRAMES, Extent
 
@@ -44,12 +45,18 @@ class SlabFiles:
             with backend_errors(file.folder.path):
                 its = [outcome for each, outcome in zip(files, outcomes, strict=True) if each is file]
                 raise_if_store_failed(its, file.folder)
+        self.must_be_ours()
         return [
             BackendError(f"{file.folder.path}: at {extent.at}: {outcome.strerror}")
             if isinstance(outcome, OSError)
             else outcome
             for file, extent, outcome in zip(files, extents, outcomes, strict=True)
         ]
+
+    def must_be_ours(self) -> None:
+        """Raise NoFile if others could have written what was read. Call it after a read, and before that counts."""
+        for file in self._files:
+            file.must_be_ours()
 
     def facts(self) -> Mapping[str, str]:
         return {"read with": f"{'O_DIRECT' if self._direct else 'page cache'}, {'io_uring' if self._ring else 'calls'}"}
@@ -62,11 +69,22 @@ class SlabFiles:
         self._closing.close()
 
 
-class _File(NamedTuple):
+@attrs.define
+class _File:
     folder: Folder
     fd: int
     direct: bool
     ring: bool
+    _opened: str = ""  # why it is not used any more
+
+    def must_be_ours(self) -> None:
+        """As `Slab.must_be_ours`: a file without a name is one that was opened to others, or removed."""
+        status = os.fstat(self.fd)
+        self._opened = self._opened or why_no_file(status) or ("" if status.st_nlink else "it was removed")
+        if self._opened:
+            raise NoFile(
+                f"{self.folder.path / FRAMES}: {self._opened}; it is no longer used; a restart begins a new file"
+            )
 
 
 def _open(undoing: contextlib.ExitStack, path: str, device: int, inode: int, direct: bool, ring: bool) -> _File:

@@ -33,7 +33,7 @@ def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
 
 def _listed(path: Path, closing: contextlib.ExitStack) -> list[_Listed]:
     """The frames of the slab; its files stay open, and its folder locked, until ``closing`` closes."""
-    lock = FolderLock(path)
+    lock = FolderLock(path, looking=True)
     folder = lock.take()
     closing.callback(lock.release)
     if not {FRAMES, TABLE} <= {entry.name for entry in folder.entries()}:

@@ -191,7 +191,7 @@ class ServedMover(Mover):
             if self._lost:
                 raise BackendError("the server is gone")
             if self._memory.is_broken:
-                raise BackendError("another process has truncated the memory of the server")
+                raise BackendError("the memory of the server was truncated or opened to others")
             yield
         except BaseException:
             self._ended([job])

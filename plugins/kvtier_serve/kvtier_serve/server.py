@@ -180,7 +180,7 @@ class Server(ProcessBound):
 
     def _begin_anew(self) -> None:
         """Forget a memory that is broken, with all engines: they connect and attach again, as to another server."""
-        logger.error("kvtier: another process has truncated the memory; everything in memory is lost")
+        logger.error("kvtier: the memory was truncated or opened to others; everything in memory is lost")
         self._hang_up_all()
         self.boot = secrets.randbits(63) | 1
         self.spaces.begin_anew(self.boot)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -126,16 +127,21 @@ class Spaces:
 
     @property
     def is_broken(self) -> bool:
-        """Has another process truncated a memory?"""
+        """Was a memory truncated, or could others write to it?"""
         return any(memory.mapped.is_broken for memory in self.memories)
 
     def _must_be_whole(self) -> None:
         """Raise BackendError if what was read or computed in a memory may be worthless. Any thread may call this."""
         if self.is_broken:
-            raise BackendError("another process has truncated the memory")
+            raise BackendError("the memory was truncated or opened to others")
 
     def begin_anew(self, boot: int) -> None:
         """Replace broken memory as the next server would; no engine has a session any more. Raises ConfigError."""
+        for memory in self.memories:
+            if memory.mapped.is_broken:
+                os.ftruncate(
+                    memory.backend.descriptor, 0
+                )  # it is replaced even if it has the right mode and length again
         self.close(_BROKEN)
         self._begin(boot, self.tenants.key)
 

@@ -472,7 +472,7 @@ def test_a_journal_with_any_byte_changed_is_not_believed(tmp_path, keep, attache
     inode = (keep / "memory").stat().st_ino
     for at in range(len(content)):
         (keep / "journal").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        (keep / "journal").chmod(0o600)
+        (keep / "journal").chmod(0o1600)  # as the server makes it
         read = journal.Journal(keep, b"")
         assert not read.begin(inode) and not read.spaces, f"byte {at}"
         read.close()

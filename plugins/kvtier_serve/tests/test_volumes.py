@@ -150,7 +150,7 @@ def test_frames_that_kubelet_opened_to_a_group_are_not_used_and_the_tiers_start_
     ]
     assert said[2].count("/cache/disk: was made writable by its group") == 1
     assert "fsGroupChangePolicy: OnRootMismatch" in said[2]
-    assert json.loads(said[3]) == ["0o42700"]
+    assert json.loads(said[3]) == ["0o46700"]
 
 
 def test_a_shared_folder_that_kubelet_opened_to_a_group_is_refused():

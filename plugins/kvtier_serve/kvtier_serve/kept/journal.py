@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.checksum import crc32
+from kvtier_core.storekit.folder import NoFile
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.types import ChunkKey, Nbytes
 from kvtier_remote.protocol import Key, Opening, encode
@@ -147,7 +148,7 @@ class Journal:
                 self._replay(_records(file.read()), inode)
         except FileNotFoundError:
             return False  # the memory is new, or its journal could not be written
-        except JournalError as error:
+        except (JournalError, NoFile) as error:
             logger.warning("kvtier: the content of the memory in %s is unknown: %s", self.path, error)
             self.forget()
             return False
@@ -218,8 +219,8 @@ class Journal:
     def resume(self) -> None:
         """Replace the file with a summary of all records: `spaces`. All other slots are free. Raises OSError."""
         new = f"{_NAME}.new"
-        self._folder.remove(new)
-        file = self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._folder.remove_made(new)
+        file = self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, marked=True)
         try:
             self._nbytes = os.write(file, _MAGIC)
             for record in self._summary():
@@ -247,7 +248,7 @@ class Journal:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-        self._folder.remove(_NAME)
+        self._folder.remove_made(_NAME)
 
     def close(self) -> None:
         """Record nothing more, and unlock the folder. May be called twice."""
