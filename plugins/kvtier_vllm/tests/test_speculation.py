@@ -214,6 +214,24 @@ def test_drafts_beside_windows_and_local_attention(engine, tmp_path, kind, metho
     assert warm.differs(own) < NOISE > own.differs(truth)
 
 
+@pytest.mark.parametrize("method", some(["eagle", "eagle3", "mtp", "draft_model"], "eagle", "draft_model"))
+def test_a_block_that_the_engine_has_of_a_prompt_with_another_next_token_is_not_kept(engine, drafting, method):
+    """vLLM names its blocks by the tokens up to their end, and returns the first one of a name."""
+    shared, asked = prompt(4, 512), {"enable_prefix_caching": True, **drafting(method)}
+    first, second = prompt(5, 600, shared), prompt(6, 600, shared)
+    with engine(cpu("8MiB"), **asked) as served:
+        for each in (first, second, prompt(7, 2000)):  # the last one fills the arena
+            served.ask(each)
+        served.outcomes()
+        served.ask(second)
+        forget(served)
+        served.ask(second)
+        own, ours = served.outcomes()
+        served.assert_at_rest()
+    assert (own.loaded, own.engine_had >= 512) == (0, True)
+    assert ours.loaded == (576 if method == "draft_model" else 448)
+
+
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
 def test_prompts_that_part_at_the_end_of_a_chunk_share_it_unless_a_draft_layer_reads_the_next_token(
     engine, drafting, method
