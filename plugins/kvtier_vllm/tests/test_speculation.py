@@ -168,7 +168,7 @@ def test_a_hit_is_bit_equal_to_the_engines_own_and_drafts_alike(engine, drafting
     with engine(cpu_and_disk(tmp_path), **options) as first:
         first.ask(asked)
         drafts = Drafts.of(first)
-        own = first.ask(asked, tokens=30)[0]
+        (own,) = first.own_hits(asked, tokens=30)
         expected = drafts.take()
         forget(first)
         warm = first.ask(asked, tokens=30)[0]
@@ -205,7 +205,7 @@ def test_drafts_beside_windows_and_local_attention(engine, tmp_path, kind, metho
     with engine(cpu(chunk_tokens=4 * BLOCK), **options, speculative_config=speculative) as served:
         served.ask(asked)
         drafts = Drafts.of(served)
-        own, expected = served.ask(asked, tokens=30)[0], drafts.take()
+        (own,), expected = served.own_hits(asked, tokens=30), drafts.take()
         forget(served)
         warm = served.ask(asked, tokens=30)[0]
         assert drafts.take() == expected
