@@ -1,4 +1,4 @@
-"""Whether vLLM would reuse the prefixes of an engine itself. Where it does not because that is wrong, nor does kvtier.
+"""Whether vLLM itself reuses the prefixes of an engine: where it does not because that would be wrong, nor does kvtier.
 
 An engine's configuration says whether its own prefix cache is on, but not why it is off: its user did not want it, or
 vLLM turned it off, because reuse would be wrong with this model or on this machine. So what was asked is noted before
