@@ -95,7 +95,7 @@ def _long_prompt() -> Table:
     """As `auto` cuts it for a model whose blocks are large."""
     tokens = random.Random(0).choices(range(128_000), k=LONG * BLOCK)
     database = ChainedConfig().open(NAMESPACE, BLOCK)
-    path = database.keys(tokens)
+    path, never = database.keys(tokens), database.keys(tokens[1:] + tokens[:1])
     with contextlib.ExitStack() as stack:
         manager = _open(stack, held=LONG)
         _must(len(manager.reserve(path, "store")) == LONG)
@@ -104,6 +104,7 @@ def _long_prompt() -> Table:
         cases = [
             Case("keys", lambda: database.keys(tokens)),
             Case("lookup and release, all READY", lambda: _look(manager, path)),
+            Case("lookup, all absent", lambda: _look(manager, never)),
             Case("keys, lookup and release", lambda: _look(manager, database.keys(tokens))),
             Case("lookup again, all READY", lambda: manager.lookup(path, "waiting")),
             Case("on_request, once a request", lambda: manager.on_request(path)),

@@ -7,14 +7,15 @@ from protections.mutant import Mutant
 LOOKUP = "kvtier_core/stack/lookup"
 SIDE = "kvtier_core/engine/scheduler/side.py"
 ROOM = "tests/stack/test_room.py::"
+QUESTIONS = "plugins/kvtier_serve/tests/test_questions.py::"
 SMALL = "tests/engine/test_small_arenas.py::"
 
 MUTANTS = (
     Mutant(
         "chunks-that-do-not-fit-are-awaited",
         f"{LOOKUP}/chain.py",
-        "if slots == len(path):",
-        "if True:",
+        "path[: at + room], at, self.has_slot",
+        "path, at, self.has_slot",
         ROOM + "test_as_many_chunks_are_awaited_as_the_arena_has_slots",
     ),
     Mutant(
@@ -55,8 +56,29 @@ MUTANTS = (
     Mutant(
         "slots-that-are-not-lent-are-counted-on",
         "plugins/kvtier_serve/kvtier_serve/lent_arena.py",
-        "return min(chunks, self._slots)",
-        "return min(chunks, self.capacity)",
+        "min(chunks, self._slots + self._share.lendable(chunks - self._slots))",
+        "min(chunks, self.capacity)",
         "plugins/kvtier_serve/tests/test_extents.py::test_the_slots_that_a_path_may_count_on_are_there",
+    ),
+    Mutant(
+        "a-question-borrows-slots",
+        "plugins/kvtier_serve/kvtier_serve/lent_arena.py",
+        "self._share.lendable(chunks - self._slots)",
+        "len(self._share.borrow(chunks - self._slots))",
+        "plugins/kvtier_serve/tests/test_extents.py::test_the_slots_that_a_path_may_count_on_are_there",
+    ),
+    Mutant(
+        "a-lookup-costs-what-it-names",
+        f"{LOOKUP}/boundaries.py",
+        "looked_at = min(chain + 1, len(path))",
+        "looked_at = len(path)",
+        QUESTIONS + "test_a_lookup_costs_what_it_finds",
+    ),
+    Mutant(
+        "a-store-is-asked-for-what-it-cannot-reach",
+        f"{LOOKUP}/boundaries.py",
+        "            if not self._may_come(chunk):\n",
+        "            if False:\n",
+        QUESTIONS + "test_a_lookup_costs_what_it_finds",
     ),
 )

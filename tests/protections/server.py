@@ -11,6 +11,7 @@ CLIENT = "plugins/kvtier_remote/kvtier_remote/client.py"
 SLAB_TESTS = "plugins/kvtier_serve/tests/test_slabs_of_a_server.py::"
 REFUSED_TESTS = "plugins/kvtier_serve/tests/test_refused_calls.py::"
 SESSION_TESTS = "plugins/kvtier_serve/tests/test_shared_stack.py::"
+FULL_BUFFERS = "plugins/kvtier_serve/tests/test_full_buffers.py::"
 
 ADOPTION = "plugins/kvtier_serve/kvtier_serve/kept/adoption.py"
 JOURNAL = "plugins/kvtier_serve/kvtier_serve/kept/journal.py"
@@ -152,7 +153,7 @@ MUTANTS = (
     Mutant(
         "a-models-hard-quota-is-none",
         "plugins/kvtier_serve/kvtier_serve/extents.py",
-        " or self.room(share.model) < len(window):",
+        " or self.room(share.model) - len(given) < len(window):",
         ":",
         "plugins/kvtier_serve/tests/test_extents.py::test_no_model_ever_has_more_than_its_hard_quota",
     ),
@@ -220,6 +221,27 @@ MUTANTS = (
         SESSION_TESTS + "test_a_server_that_stops_answering_costs_one_wait_and_is_used_when_it_answers",
     ),
     Mutant(
+        "a-full-buffer-is-silent-for-ever",
+        "plugins/kvtier_remote/kvtier_remote/engine_session.py",
+        "        self.connection.flush()\n",
+        "",
+        FULL_BUFFERS + "test_the_cache_is_back_after_any_stall",
+    ),
+    Mutant(
+        "a-server-that-takes-nothing-is-asked-on",
+        "plugins/kvtier_remote/kvtier_remote/engine_session.py",
+        "return self.connection.unsent <= _MOST_UNSENT",
+        "return True",
+        FULL_BUFFERS + "test_a_stall_without_end_holds_a_bounded_amount_of_calls",
+    ),
+    Mutant(
+        "a-stall-is-answered-by-a-miss",
+        CLIENT,
+        "            self._catch_up()\n",
+        "            pass\n",
+        FULL_BUFFERS + "test_an_engine_that_was_idle_meanwhile_finds_at_its_first_request",
+    ),
+    Mutant(
         "an-answer-that-came-late-is-lost",
         CLIENT,
         "self._late[holder] = told.found\n",
@@ -243,7 +265,7 @@ MUTANTS = (
     Mutant(
         "extents-of-others-are-usable",
         "plugins/kvtier_serve/kvtier_serve/extents.py",
-        "if all(self._owners[extent] is share for extent in share.extents_of(slot))",
+        "if all(self._owners[extent] is share or extent in given for extent in share.extents_of(slot))",
         "if True",
         "plugins/kvtier_serve/tests/test_extents.py::test_no_byte_is_lent_twice_whatever_comes_and_goes",
     ),

@@ -6,6 +6,7 @@ its start; the result is loaded as a whole or not at all.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
@@ -69,12 +70,14 @@ class BoundarySearch(Search):
         lease = self._leases.of(path, holder)
         self._ask(path)
         chain = sought.run(self._may_come)
-        ready, fitting = sought.restorable(chain, self._is_ready), self._fitting(sought)
+        ready = sought.restorable(chain, self._is_ready)
+        looked_at = min(chain + 1, len(path))
+        fitting = self._fitting(sought, looked_at)
         wanted = sought.restorable(min(chain, fitting), self._may_come)
         below = self._bring(sought, ready, wanted, terms)
         later = ready + below.chunks
         unfitting = 0
-        if fitting < len(path) and later >= wanted:
+        if fitting < looked_at and later >= wanted:
             unfitting = (len(path) if later == fitting else sought.restorable(chain, self._may_come)) - later
         needed = [*sought.needed(ready), *sought.needed(later)]
         self._leases.pin([key for key in dict.fromkeys(needed) if self._is_ready(key)], lease, holder)
@@ -113,18 +116,19 @@ class BoundarySearch(Search):
         return bool(self._arriving(key)) or any(tier.has(key) or key in tier.remote for tier in self._tiers)
 
     def _ask(self, path: Sequence[ChunkKey]) -> None:
-        """Ask shared stores for all parts of a path together: their boundaries are unknown."""
-        for tier in self._tiers:
-            if tier.backend.shared:
-                for chunk in path:
-                    for part in self._layout.parts:
-                        tier.remote.request([part_key(chunk, part.number)])
+        """Ask shared stores for all parts of a path together, up to a chunk that they lack: boundaries are unknown."""
+        shared = [tier for tier in self._tiers if tier.backend.shared]
+        for chunk in path if shared else ():
+            for part, tier in itertools.product(self._layout.parts, shared):
+                tier.remote.request([part_key(chunk, part.number)])
+            if not self._may_come(chunk):
+                break
 
     # -- bringing it up ----------------------------------------------------------------------------
 
-    def _fitting(self, sought: _Path) -> int:
-        """The last boundary whose parts fit together: those of a later one would wait for each other's slots."""
-        chunks, hot = len(sought.chunks), self._arenas[0]
+    def _fitting(self, sought: _Path, chunks: int) -> int:
+        """The last boundary of these whose parts fit together: later ones would wait for each other's slots."""
+        hot = self._arenas[0]
         slots = hot.slots_for(sought.slots(chunks))
         if slots == sought.slots(chunks):
             return chunks

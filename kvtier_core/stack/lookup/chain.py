@@ -17,12 +17,13 @@ class ChainSearch(Search):
     """Finds the leading chunks of a path."""
 
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> Lookup:
-        whole, lease = path, self._leases.of(path, holder)
-        path = self._fitting(path, terms)
+        lease, hot = self._leases.of(path, holder), self._arenas[0]
         at, below = len(lease.slots), Requested()
-        awaited = ""
+        awaited, coming = "", 0
         while at < len(path):
             if run := self._ready_run(path, at):
+                if coming:
+                    run = self._fitting(path, at, run, coming)
                 self._leases.pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
             elif tier := self._readable_by_workers(path[at], terms):
                 below = self._hold(tier, path, at, lease, holder, terms)
@@ -30,8 +31,9 @@ class ChainSearch(Search):
             elif self._breaks_deadlock(path[at], lease):
                 break
             else:
-                below = self._request(path, at, terms)
+                below = self._request(path, at, terms, coming)
                 run, awaited = below.chunks, awaited or below.tier
+                coming += run
                 self._leases.expect(path[at : at + run], below.tier, lease, holder)
             if not run:
                 break
@@ -41,17 +43,16 @@ class ChainSearch(Search):
             declined = path[at : at + tier.readable(path, at)]
             self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], terms.salt)
         self._leases.done(holder)
-        rest: Declined | TooSmall | Missing | None
+        rest: Declined | TooSmall | Missing | None = None
         if at < len(path):
-            rest = below.declined or Missing(self._miss_reason(path[at]))
-        else:
-            rest = self._too_small(len(whole) - at)
+            too_small = None if self._room(path, at, 1, coming) else self._too_small(len(path) - at)
+            rest = below.declined or too_small or Missing(self._miss_reason(path[at]))
         return Lookup(
             slots=tuple(lease.slots),
             sources=tuple(lease.sources),
             chunks=len(lease.slots),
             chain=len(lease.slots),
-            exact=self._arenas[0].exact_run(lease.path),
+            exact=hot.exact_run(lease.path),
             arriving=self._arrivals(awaited, at - len(lease.slots)),
             rest=rest,
         )
@@ -65,24 +66,23 @@ class ChainSearch(Search):
                 if tier := self._readable_by_workers(path[at], terms):
                     run = tier.leasable(path, at)  # it stays there
                 else:
-                    run = self._request(path[:end], at, terms).chunks
+                    run = self._request(path[:end], at, terms, 0).chunks
             if not run:
                 break
             at += run
         for tier in self._tiers:
             tier.remote.request(path, at)
 
-    def _fitting(self, path: Sequence[ChunkKey], terms: Terms) -> Sequence[ChunkKey]:
-        """The leading chunks of a path that can be loaded together: the rest would wait for their slots."""
-        slots = self._arenas[0].slots_for(len(path))
-        if slots == len(path):
-            return path
+    def _room(self, path: Sequence[ChunkKey], at: int, chunks: int, coming: int) -> int:
+        """How many of ``chunks`` chunks find slots beside the first ``at`` of a path; ``coming`` of them get one."""
+        hot = self._arenas[0]
+        taken = coming + (at if hot.ready_run(path) >= at else sum(map(hot.has, path[:at])))
+        return max(0, hot.slots_for(taken + chunks) - taken)
 
-        def takes_slot(key: ChunkKey) -> bool:
-            elsewhere = self._is_ready(key) or self._readable_by_workers(key, terms)
-            return self._arenas[0].has(key) or not elsewhere
-
-        return leading(path, slots, takes_slot)
+    def _fitting(self, path: Sequence[ChunkKey], at: int, run: int, coming: int) -> int:
+        """How many of ``run`` READY chunks need not leave so that those before them get their slots."""
+        room = self._room(path, at, run, coming)
+        return run if room == run else len(leading(path[at : at + run], room, self._arenas[0].has))
 
     def _ready_run(self, path: Sequence[ChunkKey], at: int) -> int:
         """Length of the run of chunks from ``at`` on that are READY in one arena."""
@@ -114,11 +114,18 @@ class ChainSearch(Search):
         self._promotions.rejected.add(key)
         return True
 
-    def _request(self, path: Sequence[ChunkKey], at: int, terms: Terms) -> Requested:
-        """Request the chunks from ``at`` on, the first of which is not READY, unless that one is on its way."""
+    def _request(self, path: Sequence[ChunkKey], at: int, terms: Terms, coming: int) -> Requested:
+        """Request the chunks from ``at`` on that find slots beside those before, unless the first is on its way."""
         key = path[at]
-        if arena := self._arriving(key):
+        arena = self._arriving(key)
+        unknown = len(path) - at  # chunks that a shared store may have
+        found = (tier.readable(path, at) or unknown * tier.remote.may_have(key) for tier in self._tiers)
+        run = 1 if arena else max(found, default=0)
+        room = self._room(path, at, run, coming) if run else 0
+        if not room:
+            return Requested()
+        if arena:
             if key in self._promotions.probes:
                 return Requested()
             return Requested(1, self._promotions.source(key) or arena.name)
-        return self._promotions.request(path, at, self.has_slot, terms)
+        return self._promotions.request(path[: at + room], at, self.has_slot, terms)

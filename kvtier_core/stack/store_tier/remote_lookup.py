@@ -46,6 +46,10 @@ class RemoteLookup:
         """Is the answer for this key outstanding?"""
         return key in self._asked or key in self._noted
 
+    def may_have(self, key: ChunkKey) -> bool:
+        """Can a shared store be asked for this key, and is it not known to lack it?"""
+        return self._backend.shared and self._health.can_read and key not in self.absent and key not in self.unusable
+
     def request(self, path: Sequence[ChunkKey], start: int = 0) -> int:
         """Length of the run of keys from ``start`` on that a shared store may have and the index does not.
 

@@ -87,7 +87,8 @@ class RemoteStack(Stack):
         self._pending: set[str] = set()  # holders
         self._asked_for: dict[str, Sequence[ChunkKey]] = {}  # by holder: its last path, until it is released
         self._late: dict[str, Lookup] = {}  # answers for that path which came too late, by holder
-        self._reserved: set[str] = set()  # holders whose slots the workers fill now
+        self._named: set[str] = set()  # holders for which the server may have something besides reserved slots
+        self._reserved: dict[str, list[ChunkKey]] = {}  # by holder: the chunks whose slots the workers fill now
         self._reading: set[str] = set()  # holders whose frames the workers read now
         self._log = LogLimit(time.monotonic)
         self._connect(self._waits.start)
@@ -150,6 +151,7 @@ class RemoteStack(Stack):
         self.gaps += 1
         self._why = f"no session of the server at {self._path}: {why}"
         self._stepping, self._jobs = False, 0
+        self._named.clear()
         self._reserved.clear()
         self._reading.clear()
         self._forget()
@@ -170,16 +172,34 @@ class RemoteStack(Stack):
 
     def _asking(self) -> EngineSession | None:
         """The session, if the server can be asked now; else None."""
-        self._poll()
-        if self._session is None or self._opened is None or self._renewing:
+        answers = self._poll()
+        if self._opened is None or self._renewing:
             return None
-        return self._session if self._session.silence < self._waits.silence else None
+        if answers and self._is_behind:  # it answers again, perhaps after a stall
+            self._catch_up()
+        return None if self._is_behind else self._session
 
-    def _poll(self) -> None:
-        """Process the answers that are here."""
+    @property
+    def _is_behind(self) -> bool:
+        """Has the server owed an answer for too long, or does it not take what it is sent?"""
+        session = self._session
+        return session is None or session.silence >= self._waits.silence or not session.takes_questions
+
+    def _poll(self) -> bool:
+        """Send what waits, and process the answers that are here. False if there are none."""
         if self._session is not None:
             try:
-                self._session.poll()
+                answers = self._session.poll()
+                self._note_refusals()
+                return answers
+            except ProtocolError as error:
+                self._lose(str(error))
+        return False
+
+    def _catch_up(self) -> None:
+        if self._session is not None:
+            try:
+                self._session.catch_up(self._waits.lookup)
                 self._note_refusals()
             except ProtocolError as error:
                 self._lose(str(error))
@@ -234,6 +254,7 @@ class RemoteStack(Stack):
         if session is None or not path:
             return Lookup(rest=Missing(self._absence) if path else None)
         path = list(path)
+        self._named.add(holder)
         self._asked_for[holder] = path
         self._pending.add(holder)
 
@@ -253,6 +274,8 @@ class RemoteStack(Stack):
     def _found(self, holder: str, found: Lookup) -> Lookup:
         if found.pending:
             self._pending.add(holder)
+        if self._session is not None:
+            self._session.stored(self._asked_for[holder][: found.chunks])
         return found
 
     def still_pending(self, holder: str) -> bool:
@@ -281,8 +304,10 @@ class RemoteStack(Stack):
         self._pending.discard(holder)
         self._asked_for.pop(holder, None)
         self._late.pop(holder, None)
-        self._reserved.discard(holder)
-        self._tell("release", holder)
+        if holder in self._named or holder in self._reserved:
+            self._named.discard(holder)
+            self._reserved.pop(holder, None)
+            self._tell("release", holder)
 
     # -- stores ------------------------------------------------------------------------------------
 
@@ -298,16 +323,18 @@ class RemoteStack(Stack):
         path, session = path[:MOST_CHUNKS], self._asking()
         parts = parts if len(parts) <= MOST_RESERVED else ()  # all of them, or none
         while session is not None and session.silence < self._waits.others:
+            self._named.update(filter(None, [promised_to]))
+            self._reserved.setdefault(holder, [])
             more = self._result("reserve", path, holder, salt, parts, promised_to)
             if more is None:
-                self.release(holder)  # calls are processed in order, so that nothing is left reserved
                 break
-            self._reserved.add(holder)
             slots |= more
+            self._reserved[holder] += more
             if len(more) < MOST_RESERVED:
                 return slots
-        if self._opened is not None:
-            self._events.append(Event(EventKind.REJECTED, next(iter(self.media)), tuple(path), why=_UNANSWERED))
+        self.release(holder)  # calls are processed in order, so that nothing is left reserved
+        if self._session is not None and self._opened is not None and (lost := self._session.not_stored(path)):
+            self._events.append(Event(EventKind.REJECTED, next(iter(self.media)), lost, why=_UNANSWERED))
         return {}
 
     def commit(
@@ -317,14 +344,16 @@ class RemoteStack(Stack):
         empty: Collection[ChunkKey] = (),
     ) -> None:
         """Does nothing if what the holder has reserved has ended with its session."""
-        if holder in self._reserved:
-            self._reserved.discard(holder)
+        keys = self._reserved.pop(holder, None)
+        if keys is not None and self._session is not None:
+            self._session.stored(key for key in keys if key not in empty)
             self._tell("commit", holder, checksums, list(empty))
 
     def reserve_self_test_slots(self, holder: str, count: int = 1) -> list[Slot]:
+        self._named.add(holder)
         slots = self._result("reserve_self_test_slots", holder, count)
         if slots is None:
-            self._tell("release", holder)
+            self.release(holder)
         return slots or []
 
     # -- time passes -------------------------------------------------------------------------------
@@ -346,6 +375,9 @@ class RemoteStack(Stack):
         self._stepping = False
         self._steps += 1
         self._events += stepped.events
+        for event in stepped.events:
+            if event.kind is EventKind.EVICTED and self._session is not None:
+                self._session.evicted(event.keys)
         self.gaps += stepped.lost
         self._jobs = stepped.jobs
         self._pending.difference_update(stepped.settled)
@@ -456,7 +488,10 @@ class RemoteStack(Stack):
             found.extend(piece)
             then(found) if len(found) == len(path) else ask()
 
-        ask()
+        if self._opened is not None and self._session is not None and self._session.takes_questions:
+            ask()
+        else:
+            then([Whereabouts((), self._absence)] * len(path))
 
     def pins_by_holder(self) -> Counter[str]:
         return Counter(self._result("pins_by_holder") or {})

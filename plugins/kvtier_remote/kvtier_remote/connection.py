@@ -16,8 +16,9 @@ from kvtier_remote.protocol import HEADER, LONGEST, PREAMBLE, Header, ProtocolEr
 
 #: Bytes received at a time.
 _PIECE = 1 << 18
-#: The most bytes that wait to be sent; a process that leaves more of them untaken has failed.
-_MOST_UNSENT = 64 << 20
+#: The most bytes that wait to be sent; a process that leaves more of them untaken has failed. A message counts for more
+#: than its own: so much memory it takes besides.
+_MOST_UNSENT, _BESIDES = 64 << 20, 512
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket
 _CREDENTIALS = struct.Struct("iII")
 
@@ -49,9 +50,9 @@ class Connection(ProcessBound):
         return self._socket.fileno()
 
     @property
-    def has_unsent(self) -> bool:
-        """Are there bytes that the other side has not taken yet?"""
-        return bool(self._unsent)
+    def unsent(self) -> int:
+        """About the bytes of memory of the messages that the other side has not taken yet."""
+        return self._unsent_nbytes + len(self._unsent) * _BESIDES
 
     def send(self, header: Header, body: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with copies of open files, or as much of it as the other side takes now."""
@@ -62,7 +63,7 @@ class Connection(ProcessBound):
         self._unsent_nbytes += len(message)
         if len(self._unsent) == 1:
             self.flush()
-        if self._unsent_nbytes > _MOST_UNSENT:
+        if self.unsent > _MOST_UNSENT:
             raise ProtocolError("it takes no messages")
 
     def flush(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import attrs
 
@@ -82,22 +82,31 @@ class Extents:
 
     def take(self, share: Share, slots: int) -> list[int]:
         """Give a share free extents for about ``slots`` slots; returns the slots that it can use besides its others."""
-        taken: list[int] = []
-        if self._is_over(share) and self._is_needed_by_others(share):
-            return taken
-        for window in self._free_windows(share):
-            if len(taken) >= slots or self.room(share.model) < len(window):
-                break
+        windows, taken = self.lendable(share, slots)
+        for window in windows:
             self._give(share, window)
-            taken += self._usable(share, window)
         return taken
 
-    def _usable(self, share: Share, window: range) -> list[int]:
-        """The slots of a share that are partly in this window, and wholly in extents that the share has."""
+    def lendable(self, share: Share, slots: int) -> tuple[list[range], list[int]]:
+        """The windows that `take` would give to a share, and the slots that it would return."""
+        windows: list[range] = []
+        usable: list[int] = []
+        given: set[int] = set()  # the extents in these windows
+        gives_way = self._is_over(share) and self._is_needed_by_others(share)
+        for window in () if gives_way else self._free_windows(share):
+            if len(usable) >= slots or self.room(share.model) - len(given) < len(window):
+                break
+            windows.append(window)
+            given.update(window)
+            usable += self._usable(share, window, given)
+        return windows, usable
+
+    def _usable(self, share: Share, window: range, given: Container[int] = ()) -> list[int]:
+        """The slots of a share that are partly in this window, and wholly in extents that it has, or that are given."""
         return [
             slot
             for slot in share.slots_in(window)
-            if all(self._owners[extent] is share for extent in share.extents_of(slot))
+            if all(self._owners[extent] is share or extent in given for extent in share.extents_of(slot))
         ]
 
     def _free_windows(self, share: Share) -> list[range]:
@@ -267,6 +276,10 @@ class Share(AllocatorBackend):
         """The approximate number of slots in the free extents."""
         extents = max(0, min(self._extents.free, self._extents.room(self.model)))
         return extents * self._extents.extent_nbytes // self.slot_nbytes
+
+    def lendable(self, slots: int) -> int:
+        """How many slots `borrow` would return. Unused ones may be too scattered, or kept for others."""
+        return sum(slot not in self._used for slot in self._extents.lendable(self, slots)[1])
 
     def borrow(self, slots: int) -> list[int]:
         """Numbers of further slots, in extents that are free: about as many as asked for, or none."""

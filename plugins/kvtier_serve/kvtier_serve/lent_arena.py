@@ -51,9 +51,10 @@ class LentArena(Arena):
         return self._slots
 
     def slots_for(self, chunks: int) -> int:
-        """Borrows the slots that it lacks: only then is it known how many of the unused ones it can get."""
-        self._borrow(chunks - self._slots)
-        return min(chunks, self._slots)
+        """As `Arena.slots_for`, with the slots that it would get if it borrowed those that it lacks."""
+        if chunks <= self._slots:
+            return chunks
+        return min(chunks, self._slots + self._share.lendable(chunks - self._slots))
 
     def make_room(self, slots: int, spared: Sequence[Container[ChunkKey]] = ()) -> list[ChunkKey]:
         """Borrow, then evict from tenants beyond their quotas, then from all."""

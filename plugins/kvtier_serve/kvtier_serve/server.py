@@ -274,7 +274,7 @@ class Server(ProcessBound):
                 return
             if not peer.waits and peer.connection.has_message:
                 self._calling[peer] = None
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.connection.has_unsent else 0)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.connection.unsent else 0)
             if self._selector.get_key(peer.connection).events != wanted:
                 self._selector.modify(peer.connection, wanted, self._selector.get_key(peer.connection).data)
         except Closed:

@@ -35,6 +35,11 @@ def taken(arena):
     return [(place * size, (place + 1) * size) for place in places]
 
 
+def counts(extents):
+    """What each share has, and lacked."""
+    return extents.free, [(share.count, share._short, len(share._used)) for share in extents._shares]
+
+
 def store(arena, keys):
     keys = arena.without_slot(keys)
     arena.make_room(len(keys))
@@ -77,7 +82,9 @@ def test_the_slots_that_a_path_may_count_on_are_there(seed):
         bound(extents, arena.memory.model, Quota(drawn.randrange(NBYTES), NBYTES))
     for _ in range(100):
         arena, keys = drawn.choice(arenas), [drawn.randbytes(32) for _ in range(drawn.randrange(1, 60))]
+        had = counts(extents)
         slots = arena.slots_for(len(keys))
+        assert counts(extents) == had, "a question reserved"
         assert len(store(arena, keys)) == slots
         extents.balance(1.0)
 

@@ -12,8 +12,10 @@ import attrs
 import pytest
 from patience import HANG, wait_until
 from served import config_of, serving
+from servers.redis import one_server
 from test_shared_stack import steps_until, store
 
+import kvtier_redis.plugin
 from kvtier_core.errors import ConfigError
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import Backend, BackendConfig
@@ -131,6 +133,20 @@ def test_engines_are_served_while_a_namespace_is_opened(served):
     steps_until(comes, lambda: comes.media)
     store(comes, KEYS)
     assert len(comes.lookup(KEYS, "request").slots) == len(KEYS)
+
+
+def test_engines_are_served_while_a_namespace_is_opened_over_a_redis_that_hangs(tmp_path):
+    with one_server(tmp_path / "redis") as redis:
+        tier = {"type": "redis", "url": redis.url, "timeout": "600s"}
+        with serving(tmp_path, 64, tier, plugins=(kvtier_redis.plugin,)) as served:
+            there = served.stack("there")
+            store(there, KEYS)
+            with redis.stopped():
+                comes = served.stack("comes", waits=HUNG)
+                wait_until(lambda: opening(served))
+                assert len(there.lookup(KEYS, "request").slots) == len(KEYS)
+                assert opening(served), "it waited for the store"
+            steps_until(comes, lambda: comes.media)
 
 
 def test_two_engines_that_open_one_namespace_at_once_share_its_stack(served):

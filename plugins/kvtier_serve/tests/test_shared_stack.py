@@ -270,16 +270,18 @@ def test_a_server_that_stops_answering_costs_one_wait_and_is_used_when_it_answer
         stop(stopped.pid)
         first = stack.lookup(OWN, "request")
         assert first.pending == len(OWN) and stack.still_pending("request")
-        assert not stack.reserve(OWN, "store"), "it waits a little longer, and once as well"
+        assert not stack.reserve(OWN + OTHERS, "store"), "it waits a little longer, and once as well"
         waits, events = [], []
         monkeypatch.setattr(Connection, "wait", lambda connection, seconds: waits.append(seconds))
         for number in range(20):
             assert stack.lookup(OWN, f"request {number}").pending
-            assert not stack.reserve(OWN, f"store {number}")
+            assert not stack.reserve(OWN + OTHERS, f"store {number}")
             events += stack.step()
         assert not waits, "they waited, too"
         unstored = [each for each in events if each.why == "the server did not answer in time"]
-        assert [(each.kind, each.keys) for each in unstored] == [(EventKind.REJECTED, tuple(OWN))] * 21
+        assert [(each.kind, each.keys) for each in unstored] == [(EventKind.REJECTED, tuple(OTHERS))] * 21, (
+            "what is stored already is not lost"
+        )
         monkeypatch.undo()
         wait_until(lambda: "does not answer" in stack.lookup(OWN, "another").miss_reason)
         stopped.send_signal(signal.SIGCONT)

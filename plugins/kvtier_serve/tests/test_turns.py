@@ -279,7 +279,7 @@ def test_an_engine_that_calls_without_a_pause_is_served_in_turn_with_others(full
     for connection in (flood, other):
         assert connection.next() is not None
     number, body = 1, encode((full.keys[:256],))
-    while not flood.has_unsent:
+    while not flood.unsent:
         number += 1
         flood.send(Header(len(body), number, CALLS["whereabouts"].number, 0, 0), body)
     body = encode(("request",))
