@@ -10,7 +10,7 @@ import kvtier_cpu.plugin
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import KVIdentity, PromptItem
-from kvtier_core.engine.scheduler.provenance import Provenance
+from kvtier_core.engine.scheduler.provenance import Provenance, Trust
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_testing.samples import make_group
@@ -85,18 +85,85 @@ def test_an_item_after_a_chunk_counts_as_the_tokens_there(host):
     served.assert_at_rest()
 
 
+def ahead_in(tokens, lookahead=1):
+    """What is ahead of the blocks of a request with these tokens, as long as they are all known."""
+    return lambda end: bytes(tokens[end : end + lookahead]) if end + lookahead <= len(tokens) else None
+
+
 def test_kv_that_a_step_left_unwritten_is_not_stored_nor_anything_after_it():
-    provenance = Provenance([BLOCK])
+    provenance, trust, ahead = Provenance([BLOCK]), Trust(), ahead_in(bytes(4 * BLOCK))
     whole = Step((), (), lambda request_id: [[1, 2, 3]])
     partial = attrs.evolve(whole, writes_all=False)
-    assert provenance.computed(None, ScheduledRequest("a", 0, BLOCK), whole) == BLOCK
-    assert provenance.computed(BLOCK, ScheduledRequest("a", BLOCK, BLOCK), partial) == BLOCK
-    assert provenance.computed(BLOCK, ScheduledRequest("a", 2 * BLOCK, BLOCK), whole) == BLOCK
+    assert provenance.computed(trust, ScheduledRequest("a", 0, BLOCK), whole, ahead) == BLOCK
+    assert provenance.computed(trust, ScheduledRequest("a", BLOCK, BLOCK), partial, ahead) == BLOCK
+    assert provenance.computed(trust, ScheduledRequest("a", 2 * BLOCK, BLOCK), whole, ahead) == BLOCK
     assert [provenance.trusts_any([block]) for block in (1, 2, 3)] == [True, False, False]
 
 
 def test_kv_of_rejected_drafts_is_not_stored_unless_it_is_written_again():
     """Three of the tokens counted before the step were rejected since."""
-    provenance = Provenance([BLOCK])
+    provenance, trust = Provenance([BLOCK]), Trust(BLOCK + 3)
     partial = Step((), (), lambda request_id: [[1, 2, 3]], writes_all=False)
-    assert provenance.computed(BLOCK + 3, ScheduledRequest("a", BLOCK, 1), partial) == BLOCK
+    assert provenance.computed(trust, ScheduledRequest("a", BLOCK, 1), partial, ahead_in(bytes(4 * BLOCK))) == BLOCK
+
+
+# -- blocks that the engine keeps in its own prefix cache, under the tokens before their end -----------------
+
+
+def taken_over(provenance, tokens, blocks, lookahead=1):
+    """How many tokens of a second request are trusted that has all these blocks from the engine."""
+    start, step = len(blocks) * BLOCK, Step((), (), lambda request_id: [[*blocks, 99]])
+    return provenance.computed(Trust(), ScheduledRequest("b", start, 1), step, ahead_in(tokens, lookahead)) - 1
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_block_is_trusted_for_those_that_have_the_same_tokens_after_it(lookahead, loads):
+    provenance, asked = Provenance([BLOCK], lookahead), bytes(range(4 * BLOCK))
+    if loads:
+        provenance.loaded([[1, 2, 3]], {1, 2, 3}, ahead_in(asked, lookahead))
+    else:
+        step = Step((), (), lambda request_id: [[1, 2, 3, 4]])
+        provenance.computed(Trust(), ScheduledRequest("a", 0, 4 * BLOCK), step, ahead_in(asked, lookahead))
+    assert taken_over(provenance, asked, [1, 2, 3], lookahead) == 3 * BLOCK
+    for same in range(lookahead):
+        for block in (1, 2, 3):
+            parts = [*asked[: block * BLOCK + same], *[100] * len(asked)]
+            assert taken_over(provenance, parts, [1, 2, 3], lookahead) == (block - 1) * BLOCK - 1
+            assert taken_over(provenance, parts, [1, 2, 3][: block - 1], lookahead) == (block - 1) * BLOCK
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_a_block_is_trusted_once_the_tokens_after_it_are_known_and_computed_with(lookahead):
+    """Generated tokens: of each step, the last one is known only after it."""
+    provenance, trust, asked = Provenance([BLOCK], lookahead), Trust(), bytes(range(4 * BLOCK))
+    step = Step((), (), lambda request_id: [[1, 2]])
+    for known in range(BLOCK, BLOCK + lookahead):
+        start = 0 if known == BLOCK else known - 1
+        ahead = ahead_in(asked[:known], lookahead)
+        provenance.computed(trust, ScheduledRequest("a", start, known - start), step, ahead)
+        assert provenance.trusts_any([1])
+        assert taken_over(provenance, asked, [1], lookahead) == -1
+    provenance.look_ahead(trust, ahead_in(asked[: BLOCK + lookahead], lookahead))  # the request ends
+    assert taken_over(provenance, asked, [1], lookahead) == BLOCK
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_a_block_is_not_trusted_before_all_tokens_after_it_are_computed_with(lookahead):
+    """The last modules have not run over its end yet, although the prompt has the tokens that they will read."""
+    provenance, trust, asked = Provenance([BLOCK], lookahead), Trust(), bytes(range(4 * BLOCK))
+    step = Step((), (), lambda request_id: [[1, 2]])
+    for end in range(BLOCK, BLOCK + lookahead):
+        assert taken_over(provenance, asked, [1], lookahead) == -1
+        start = 0 if end == BLOCK else end - 1
+        provenance.computed(trust, ScheduledRequest("a", start, end - start), step, ahead_in(asked, lookahead))
+    assert taken_over(provenance, asked, [1], lookahead) == BLOCK
+
+
+def test_a_block_that_another_request_has_by_now_is_its_own():
+    provenance, trust, asked = Provenance([BLOCK], 1), Trust(), bytes(range(4 * BLOCK))
+    step = Step((), (), lambda request_id: [[1, 2]])
+    provenance.computed(trust, ScheduledRequest("a", 0, BLOCK), step, ahead_in(asked[:BLOCK]))
+    provenance.allocated([[1]], 0)
+    provenance.look_ahead(trust, ahead_in(asked))
+    assert (provenance.trusts_any([1]), trust.open) == (False, {})

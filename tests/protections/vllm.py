@@ -10,6 +10,8 @@ STARTUP = "plugins/kvtier_vllm/kvtier_vllm/startup.py"
 CHANGED = "plugins/kvtier_vllm/tests/test_changed_weights.py::test_changed_weights_find_no_earlier_kv[False-"
 TROUBLE = "plugins/kvtier_vllm/tests/test_trouble.py::"
 EVENTS = "plugins/kvtier_vllm/tests/test_kv_events.py::"
+REUSE = "plugins/kvtier_vllm/kvtier_vllm/reuse.py"
+OF_REUSE = "plugins/kvtier_vllm/tests/test_reuse.py::"
 BESIDE = "plugins/kvtier_vllm/tests/test_beside_others.py::"
 
 MUTANTS = (
@@ -96,6 +98,27 @@ MUTANTS = (
         "[*framed, *sorted(kv_caches)]",
         "sorted(kv_caches)",
         "plugins/kvtier_vllm/tests/test_layout.py::test_the_order_of_layers_in_a_frame_is_reported",
+    ),
+    Mutant(
+        "nobody-asks-why-reuse-is-off",
+        REUSE,
+        'return "vLLM turned prefix caching off, as it does where reuse would be wrong; its log says why"',
+        'return ""',
+        OF_REUSE + "test_an_engine_whose_cache_vllm_turns_off_is_refused",
+    ),
+    Mutant(
+        "only-what-vllm-says-is-wrong",
+        REUSE,
+        'if "CPU_MLA" in names:',
+        "if False:",
+        OF_REUSE + "test_latent_attention_whose_kernel_computes_wrongly_behind_a_prefix_is_passed_by",
+    ),
+    Mutant(
+        "an-unknown-wish-is-a-wish",
+        REUSE,
+        "if unwanted is None:",
+        'if unwanted is None:\n        return ""\n    if False:',
+        OF_REUSE + "test_where_nobody_noted_what_was_asked_an_engine_without_its_own_cache_is_refused",
     ),
     Mutant(
         "embeddings-from-anywhere",

@@ -74,7 +74,7 @@ class Loads:
             del self._waiting[holder]
             self._stack.release(holder)
 
-    def begin(self, state: RequestState, tables: BlockTables, tokens: int) -> list[int]:
+    def begin(self, state: RequestState, tables: BlockTables, tokens: int) -> set[int]:
         """Load ``tokens`` tokens into the request's blocks, after those that the engine had when it asked for a match.
 
         Plans the transfer for this step; if the engine keeps blocks that would not be filled, the load has failed.
@@ -101,11 +101,11 @@ class Loads:
         self._holders[state.view.request_id] = state.holder
         if self._expected(tables, match.computed, end) - _blocks_of(pages):
             self._impossible.append(state.view.request_id)
-            return []
+            return set()
         slots = tuple(match.found.slots[: len(loaded)])
         self._stack.load_begins([slot for slot in slots if isinstance(slot, StoredFrame)], state.holder)
         self._planned.append((state.view.request_id, Transfer(slots, pages)))
-        return list(_blocks_of(pages[: match.found.exact]))
+        return _blocks_of(pages[: match.found.exact])
 
     def _pages(self, chunk: int, part: int, tables: BlockTables, computed: int, end: int) -> ChunkPages:
         """The blocks that one part of a chunk is loaded into: those after ``computed`` tokens and before ``end``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 
 from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
+from kvtier_core.engine.scheduler.provenance import Ahead, Trust
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout, chunk_key
@@ -87,7 +89,7 @@ class RequestState:
     keys: list[ChunkKey] = attrs.field(factory=list)  #: as the token database made them
     path: list[ChunkKey] = attrs.field(factory=list)  #: the same, as the stack knows them
     stored_chunks: int = 0  #: leading chunks that were handed to the stack or found in it
-    trusted: int | None = None  #: tokens, from the first one on, with trusted KV (see provenance); None: not known yet
+    trust: Trust = attrs.field(factory=Trust)
     admitted: int = 0  #: tokens that it had when it was admitted: its prompt, and generated ones if preempted
     logged: bool = False
     match: Match = attrs.field(factory=Match)
@@ -224,18 +226,31 @@ class Requests:
             state.keys = self._database.keys(
                 state.view.token_ids[: chunks * self.chunk_tokens], known=state.keys, salt=identity.salt, extra=extra
             )
-            state.path += [self._in_stack(state, chunk, extra) for chunk in range(known, chunks)]
+            ahead = self.ahead(state)
+            state.path += [self._in_stack(state, chunk, ahead) for chunk in range(known, chunks)]
         return state.path[:chunks]
 
-    def _in_stack(self, state: RequestState, chunk: int, extra: Mapping[int, bytes]) -> ChunkKey:
+    def ahead(self, state: RequestState) -> Ahead:
+        """What the KV of a request depends on after any number of its tokens."""
+        count, size = self._lookahead, self.chunk_tokens
+        if not count or isinstance(state.view.identity, Bypass):
+            only = state.holder.encode() if count else b""  # what a bypassed request computes is no other's
+            return lambda end: only
+        extra = functools.cache(functools.partial(state.identity.extra, size))
+
+        def ahead(end: int) -> bytes | None:
+            tokens = state.view.token_ids[end : end + count]
+            items = [extra().get(chunk, b"") for chunk in range(end // size, (end + count - 1) // size + 1)]
+            return struct.pack(f"<{count}I", *tokens) + b"".join(items) if len(tokens) == count else None
+
+        return ahead
+
+    def _in_stack(self, state: RequestState, chunk: int, ahead: Ahead) -> ChunkKey:
         """The key of a chunk as the stack knows it."""
-        key, end = state.keys[chunk], (chunk + 1) * self.chunk_tokens
-        if self._lookahead:
-            ahead = state.view.token_ids[end : end + self._lookahead]
-            last = (end + self._lookahead - 1) // self.chunk_tokens
-            items = [extra.get(each, b"") for each in range(chunk + 1, last + 1)]
-            material = key + struct.pack(f"<{len(ahead)}I", *ahead) + b"".join(items)
-            key = ChunkKey(hashlib.blake2b(material, digest_size=KEY_NBYTES, person=_AHEAD).digest())
+        key, after = state.keys[chunk], ahead((chunk + 1) * self.chunk_tokens)
+        assert after is not None, "it has no key"
+        if after:
+            key = ChunkKey(hashlib.blake2b(key + after, digest_size=KEY_NBYTES, person=_AHEAD).digest())
         return chunk_key(key) if self._parted else key
 
     def reset(self, database: TokenDatabase, bypass: Bypass) -> None:

@@ -16,6 +16,7 @@ from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
 from kvtier_core.engine.scheduler.handovers import Handovers
 from kvtier_core.engine.scheduler.loads import Loads
+from kvtier_core.engine.scheduler.provenance import Trust
 from kvtier_core.engine.scheduler.requests import Match, Requests, RequestState
 from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
 from kvtier_core.engine.scheduler.storing import Storing
@@ -185,13 +186,14 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         self.events.tell(self._waiting.end(state, tokens))
         state.admitted = view.tokens
         if not view.computed_tokens:  # otherwise it returns from a load
-            state.trusted = None
+            state.trust = Trust()
         computed = view.computed_tokens or state.match.computed
         self._stores.provenance.allocated(tables, computed)
         if tokens:
             first = state.match.computed // self.chunk_tokens
             self._tell_of_path(state, first, first + state.match.found.chunks)
-            self._stores.provenance.loaded(self._loads.begin(state, tables, tokens))
+            loaded = self._loads.begin(state, tables, tokens)
+            self._stores.provenance.loaded(tables, loaded, self._requests.ahead(state))
         else:
             self._loads.release(state)
             self._stores.not_loaded(tables, computed)
@@ -292,6 +294,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         state, kept = self._requests.finish(view.request_id), 0
         prompt = self._requests.loadable(view.prompt_tokens)
         if state:
+            self._stores.provenance.look_ahead(state.trust, self._requests.ahead(state))
             if not view.continued_elsewhere:
                 self._handovers.drop(state)
             elif state.bypass:

@@ -38,7 +38,7 @@ class Storing:
         self._lookahead, self._save_decode = lookahead, save_decode
         #: Where requests can continue; None: everywhere.
         self.boundaries = None if layout.keeps_every_token else Boundaries(layout)
-        self.provenance = Provenance([group.block_tokens for group in layout.groups])
+        self.provenance = Provenance([group.block_tokens for group in layout.groups], lookahead)
         self.jobs = StoreJobs(stack, layout.ranks, layout.shards)  #: under way
         # Blocks allocated since the last plan that a forward or another connector's load will write. Not those that
         # kvtier loads: the mover's load itself waits for the stores that still read them.
@@ -57,10 +57,10 @@ class Storing:
 
     def plan(self, state: RequestState, scheduled: ScheduledRequest, step: Step, *, may_store: bool) -> Jobs:
         """Store the chunks of a request that this step completes, if their KV is trusted."""
-        state.trusted = self.provenance.computed(state.trusted, scheduled, step)
+        trusted = self.provenance.computed(state.trust, scheduled, step, self._requests.ahead(state))
         known = state.view.tokens if self._save_decode else state.view.prompt_tokens
         # KV that depends on the tokens after a position is computed with the last of them, or just before.
-        end = min(state.trusted + bool(self._lookahead), known)
+        end = min(trusted + bool(self._lookahead), known)
         whole = self._requests.chunks(end)
         if whole <= state.stored_chunks or state.bypass or not may_store:
             return ()
@@ -95,5 +95,5 @@ class Storing:
         """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""
         self.provenance.distrust_all()
         for state in self._requests:
-            state.trusted = state.trusted and 0
+            state.trust.tokens = state.trust.tokens and 0
         self.jobs.fail_all()

@@ -19,7 +19,7 @@ from kvtier_core.engine.worker.side import Pages
 from kvtier_core.interfaces import PagedKVCache, PageRun
 from kvtier_core.layouts import Elements, KVGroup, KVStructure
 from kvtier_core.transfer import numa
-from kvtier_vllm import groups, speculation, versions
+from kvtier_vllm import groups, reuse, speculation, versions
 from kvtier_vllm.identity import namespace
 from kvtier_vllm.identity.settings import UnidentifiedError
 
@@ -27,8 +27,8 @@ from kvtier_vllm.identity.settings import UnidentifiedError
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Why this engine cannot be served, according to its configuration; empty if it can."""
     parallel = vllm_config.parallel_config
-    if not vllm_config.model_config.is_prefix_caching_supported:
-        return "vLLM itself does not reuse the prefixes of this model"
+    if why := reuse.refusal(vllm_config):
+        return why
     if why := groups.refusal(kv_cache_config):
         return why
     if parallel.prefill_context_parallel_size > 1:
@@ -67,6 +67,9 @@ def inspect_pages(
     """
     parallel = vllm_config.parallel_config
     device = next(iter(kv_caches.values())).device
+    backends = _attention_backends(vllm_config, kv_caches)
+    if why := reuse.refusal_of_backends(backends):
+        return None, WorkerReport(device.type, (), (), why)
     try:
         worker_facts = namespace.facts_of_worker(vllm_config, config.identity, models)
         layers, kv_groups = _pages(vllm_config, kv_cache_config, kv_caches)
@@ -81,7 +84,7 @@ def inspect_pages(
         **facts_of_caches(vllm_config, kv_cache_config, device.type, heads),
         "layers": " ".join(_names(kv_cache_config, kv_caches)),
         "page shape": sorted({(*_shape(cache, heads), str(cache.dtype)) for cache in kv_caches.values()}, key=str),
-        "attention backend": _attention_backends(vllm_config, kv_caches),
+        "attention backend": " ".join(sorted(backends)),
     }
     told = tuple((name, str(fact)) for name, fact in facts.items())
     node = _numa_node(device)
@@ -245,9 +248,9 @@ def _page_run(cache: torch.Tensor, blocks: int) -> PageRun | None:
     )
 
 
-def _attention_backends(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> str:
+def _attention_backends(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> set[str]:
     layers = vllm_config.compilation_config.static_forward_context
-    return " ".join(sorted({layers[name].get_attn_backend().get_name() for name in kv_caches if name in layers}))
+    return {layers[name].get_attn_backend().get_name() for name in kv_caches if name in layers}
 
 
 def _cpu_isa(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

@@ -34,6 +34,16 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def latent(tmp_path_factory) -> Path:
+    """A model with latent attention."""
+    import tiny_llama
+
+    path = tmp_path_factory.mktemp("latent")
+    tiny_llama.make_mla(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def with_words(model, tmp_path_factory) -> dict[str, Any]:
     """Options of an engine of the tiny model with a tokenizer, in which the token 12 is the word w12."""
     import tiny_llama

@@ -60,6 +60,10 @@ class Outcome:
     why: str  #: of a miss; that of a hit is the tiers, and how long it waited
     waited: float = attrs.field(default=0.0, eq=False)  #: seconds
 
+    def assert_own(self, cached: int) -> None:
+        """The engine itself had all of its ``cached`` tokens: so its answer is what others are compared with."""
+        assert (self.loaded, self.engine_had) == (0, cached) and cached, self
+
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Outcome:
         facts = {field.name: told[field.name] for field in attrs.fields(cls)}
@@ -146,6 +150,14 @@ class Engine:
             tokens=tokens,
             **options,
         )
+
+    def own_hits(self, *prompts: Sequence[int], **options: Any) -> list[Answer]:
+        """As `ask`, of prompts that the engine has in its own prefix cache. It is proved that kvtier loads nothing."""
+        self.outcomes()
+        answers = self.ask(*prompts, **options)
+        for answer, outcome in zip(answers, self.outcomes(), strict=True):
+            outcome.assert_own(answer.cached)
+        return answers
 
     def generate(
         self, *prompts: dict[str, Any], tokens: int = 4, adapter: Any = None, parameters: Mapping | None = None

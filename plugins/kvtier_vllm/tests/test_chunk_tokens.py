@@ -42,7 +42,7 @@ def test_an_engine_finds_its_size_of_chunks_and_hits_in_it(engine, said, deep, s
         served.ask(prompt(101, 127))
         assert served.outcomes() == [miss(127, "fewer than 128 uncached tokens")]
         served.ask(asked[: 3 * 128 + 1])
-        own = served.ask(asked)[0]
+        (own,) = served.own_hits(asked)
         forget(served)
         served.outcomes()
         warm = served.ask(asked)[0]

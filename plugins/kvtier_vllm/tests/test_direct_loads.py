@@ -35,7 +35,7 @@ def own(engine, tmp_path):
     """The answer of the engine that stored the prompt, from its own prefix cache."""
     with engine(alone(tmp_path), enable_prefix_caching=True) as first:
         first.ask(ASKED)
-        answer = first.ask(ASKED)[0]
+        (answer,) = first.own_hits(ASKED)
         first.assert_at_rest()
     assert answer.cached == HITS
     return answer

@@ -16,7 +16,7 @@ def test_a_hit_from_encoded_frames_is_bit_equal(engine, tmp_path, serializer, dt
     stack["tiers"][1]["serializer"] = serializer
     with engine(stack, enable_prefix_caching=True, dtype=dtype) as first:
         first.ask(asked)
-        own = first.ask(asked)[0]
+        (own,) = first.own_hits(asked)
         first.settle()
         arena, disk = first.manager.usage()
         assert arena.chunks == disk.chunks == 8

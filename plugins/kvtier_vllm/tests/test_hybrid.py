@@ -102,7 +102,7 @@ def test_a_hit_is_the_engines_own_from_memory_and_from_disk(engine, any_hybrid, 
     asked = prompt(60, LENGTH)
     with engine(auto_and_disk(tmp_path), **any_hybrid.options) as first:
         first.ask(asked)
-        own = first.ask(asked)[0]
+        (own,) = first.own_hits(asked)
         forget(first)
         warm = first.ask(asked)[0]
         first.assert_at_rest()
@@ -127,7 +127,7 @@ def test_every_answer_depends_on_what_any_group_keeps(engine, hybrid, monkeypatc
     monkeypatch.setattr(HostMover, "load", leave_out)
     with engine(auto(), **hybrid.options) as served:
         served.ask(asked)
-        own = served.ask(asked)[0]
+        (own,) = served.own_hits(asked)
         for group in range(len(served.connector.side._layout.groups)):
             left_out[:] = [group]
             forget(served)
@@ -187,7 +187,7 @@ def test_several_requests_in_a_batch(engine, float32):
     asked = [prompt(70 + i, 700 + 40 * i) for i in range(4)]
     with engine(auto(), **float32.options) as served:
         cold = served.ask(*asked)
-        own = served.ask(*asked)
+        own = served.own_hits(*asked)
         forget(served)
         warm = served.ask(*asked)
         served.assert_at_rest()
@@ -207,7 +207,7 @@ def test_a_load_that_fails_is_computed(engine, hybrid, monkeypatch):
 
     with engine(auto(), **hybrid.options) as served:
         cold = served.ask(asked)[0]
-        own = served.ask(asked)[0]
+        (own,) = served.own_hits(asked)
         with monkeypatch.context() as patch:
             patch.setattr(HostMover, "load", fail)
             forget(served)

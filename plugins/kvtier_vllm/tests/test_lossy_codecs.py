@@ -72,7 +72,7 @@ def test_a_prompt_is_answered_from_what_a_codec_kept(engine, tmp_path, serialize
     stack["tiers"][1] |= {**serializer, **UNMEASURED}
     with engine(stack, enable_prefix_caching=True) as first:
         first.ask(ASKED)
-        (own,) = first.ask(ASKED, tokens=1)
+        (own,) = first.own_hits(ASKED, tokens=1)
         first.settle()
         arena, disk = first.manager.usage()
         assert arena.chunks == disk.chunks == 8
@@ -96,7 +96,7 @@ def test_a_trained_model_says_the_same(engine, tmp_path, serializer):
     stack["tiers"][1] |= {**serializer, **UNMEASURED}
     with engine(stack, enable_prefix_caching=True, **options) as first:
         first.ask(asked, tokens=8)
-        (own,) = first.ask(asked, tokens=8)
+        (own,) = first.own_hits(asked, tokens=8)
         first.settle()
     with engine(stack, **options) as second:
         (loaded,) = second.ask(asked, tokens=8)

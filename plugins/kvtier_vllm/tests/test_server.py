@@ -79,7 +79,7 @@ def test_an_arranged_prompt_is_bit_equal_to_the_engines_own_prefix_hit(engine, t
     with serving(tmp_path):
         with engine(of(tmp_path), enable_prefix_caching=True) as stored:
             stored.ask(of_order([2, 0, 1]))
-            own = stored.ask(of_order([2, 0, 1]))[0]
+            (own,) = stored.own_hits(of_order([2, 0, 1]))
             stored.settle()
         asked = {"before": before, "documents": documents, "after": after}
         told = RunningServer.at_socket(tmp_path / "kvtier.sock.http").ask("POST", "/arrange", asked)

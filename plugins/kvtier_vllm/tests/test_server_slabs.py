@@ -33,7 +33,7 @@ def stored(engine, tmp_path):
     """An engine's answer from its own prefix cache; a server that ended has the prompt in its slabs."""
     with serving(tmp_path, served_slabs(tmp_path)), engine(of(tmp_path), enable_prefix_caching=True) as first:
         first.ask(ASKED)
-        answer = first.ask(ASKED)[0]
+        (answer,) = first.own_hits(ASKED)
         first.assert_at_rest()
     assert answer.cached == HITS
     return answer

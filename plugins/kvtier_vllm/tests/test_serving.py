@@ -27,7 +27,7 @@ def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine):
     asked = prompt(1, 530)
     with engine(cpu(), enable_prefix_caching=True) as served:
         cold = served.ask(asked)[0]
-        own = served.ask(asked)[0]
+        (own,) = served.own_hits(asked)
         forget(served)
         served.outcomes()
         warm = served.ask(asked)[0]
@@ -67,7 +67,7 @@ def test_a_new_engine_is_served_from_disk_and_then_from_memory(engine, tmp_path)
     asked = prompt(5, 530)
     with engine(cpu_and_disk(tmp_path), enable_prefix_caching=True) as first:
         first.ask(asked)
-        own = first.ask(asked)[0]
+        (own,) = first.own_hits(asked)
     with engine(cpu_and_disk(tmp_path), enable_prefix_caching=True) as second:
         warm = second.ask(asked)[0]
         assert second.outcomes() == [hit(530, disk=512)]
@@ -96,7 +96,7 @@ def test_the_engines_own_hit_may_end_inside_a_chunk(engine):
     asked = prompt(9, 530)
     with engine(cpu(), enable_prefix_caching=True) as served:
         served.ask(asked)
-        own = served.ask(asked)[0]
+        (own,) = served.own_hits(asked)
         forget(served)
         served.ask(asked[:40])  # less than a chunk: kvtier has nothing for it, the engine keeps one block
         served.outcomes()

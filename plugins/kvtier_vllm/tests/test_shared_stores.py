@@ -100,7 +100,7 @@ def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine, shared):
     with engine(shared(), enable_prefix_caching=True) as second:
         (loaded,) = second.ask(ASKED)
         assert second.outcomes()[-1] == hit(530, **{shared.tier: HITS})
-        (own,) = second.ask(ASKED)
+        (own,) = second.own_hits(ASKED)
         assert (loaded.tokens, loaded.logprobs) == (own.tokens, own.logprobs)
 
 

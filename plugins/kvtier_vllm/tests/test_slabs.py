@@ -15,7 +15,7 @@ def test_frames_of_a_slab_stack_are_served_below_a_cpu_tier(engine, said, tmp_pa
     alone = {**cpu(), "tiers": [slabs(tmp_path, staging="64MiB")]}
     with engine(alone, enable_prefix_caching=True) as first:
         first.ask(asked)
-        own = first.ask(asked)[0]
+        (own,) = first.own_hits(asked)
         first.assert_at_rest()
     said()
     below = cpu()

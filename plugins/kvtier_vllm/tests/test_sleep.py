@@ -58,7 +58,7 @@ def test_an_operator_may_say_that_weights_never_change(engine, said):
     asked = prompt(122, 530)
     with engine(cpu(on_reset="keep"), enable_prefix_caching=True) as served:
         cold = served.ask(asked)[0]
-        own = served.ask(asked)[0]
+        (own,) = served.own_hits(asked)
         forget(served)
         said(), served.outcomes()
         sleep(served, level=1)

@@ -168,7 +168,7 @@ def test_a_hit_is_bit_equal_to_the_engines_own_and_drafts_alike(engine, drafting
     with engine(cpu_and_disk(tmp_path), **options) as first:
         first.ask(asked)
         drafts = Drafts.of(first)
-        own = first.ask(asked, tokens=30)[0]
+        (own,) = first.own_hits(asked, tokens=30)
         expected = drafts.take()
         forget(first)
         warm = first.ask(asked, tokens=30)[0]
@@ -205,13 +205,31 @@ def test_drafts_beside_windows_and_local_attention(engine, tmp_path, kind, metho
     with engine(cpu(chunk_tokens=4 * BLOCK), **options, speculative_config=speculative) as served:
         served.ask(asked)
         drafts = Drafts.of(served)
-        own, expected = served.ask(asked, tokens=30)[0], drafts.take()
+        (own,), expected = served.own_hits(asked, tokens=30), drafts.take()
         forget(served)
         warm = served.ask(asked, tokens=30)[0]
         assert drafts.take() == expected
         served.assert_at_rest()
     assert (own.cached, warm.cached) == (own_hit, 768)
     assert warm.differs(own) < NOISE > own.differs(truth)
+
+
+@pytest.mark.parametrize("method", some(["eagle", "eagle3", "mtp", "draft_model"], "eagle", "draft_model"))
+def test_a_block_that_the_engine_has_of_a_prompt_with_another_next_token_is_not_kept(engine, drafting, method):
+    """vLLM names its blocks by the tokens up to their end, and returns the first one of a name."""
+    shared, asked = prompt(4, 512), {"enable_prefix_caching": True, **drafting(method)}
+    first, second = prompt(5, 600, shared), prompt(6, 600, shared)
+    with engine(cpu("8MiB"), **asked) as served:
+        for each in (first, second, prompt(7, 2000)):  # the last one fills the arena
+            served.ask(each)
+        served.outcomes()
+        served.ask(second)
+        forget(served)
+        served.ask(second)
+        own, ours = served.outcomes()
+        served.assert_at_rest()
+    assert (own.loaded, own.engine_had >= 512) == (0, True)
+    assert ours.loaded == (576 if method == "draft_model" else 448)
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
