@@ -35,7 +35,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.gl
 PAGES += [ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md"]
 LANGUAGES = {"yaml", "python", "sh", "json", "text", ""}  #: the last two are no code
 #: What a page may tell its readers to run besides kvtier: it builds, installs, serves, asks, or looks.
-OTHERS = {"cd", "curl", "kubectl", "make", "openssl", "pip", "pytest", "python", "source", "sudo", "vllm"}
+OTHERS = {"bash", "cd", "curl", "kubectl", "make", "openssl", "pip", "pytest", "python", "source", "sudo", "vllm"}
 #: Bash reads the commands and finds none of them: each is written down instead.
 RECORD = r"""
 command_not_found_handle() { printf '%s\x1f' "$@" >>commands; printf '\x1e' >>commands; }
