@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvtier_core.forks import ProcessBound
 
-#: What follows the name of a socket until it listens.
-_NEW = ".new"
+#: The last character of a socket's name until it listens: a longer name could be too long.
+_NEW = "~"
 
 
 class _Listener(ProcessBound, socket.socket):
@@ -52,25 +52,20 @@ def listen(path: Path, backlog: int) -> socket.socket:
 
 def _listen_under_another_name(listener: socket.socket, path: Path, backlog: int) -> None:
     """Give it its name when it listens: until then it would seem to be abandoned."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        name = path.name + _NEW
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
-        os.fchmod(listener.fileno(), 0o600)  # the mode of the file that bind makes
-        listener.bind(f"/proc/self/fd/{folder}/{name}")  # the whole path could be too long with this name
-        listener.listen(backlog)
-        os.rename(name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    finally:
-        os.close(folder)
+    unready = Path(f"{path}"[:-1] + _NEW)
+    unready.unlink(missing_ok=True)
+    os.fchmod(listener.fileno(), 0o600)  # the mode of the file that bind makes
+    listener.bind(str(unready))
+    listener.listen(backlog)
+    unready.rename(path)
 
 
 def sweep(folder: Path, pattern: str) -> None:
     """Remove the sockets that killed processes left in a folder."""
-    for path in (*folder.glob(pattern), *folder.glob(pattern + _NEW)):
+    for path in (*folder.glob(pattern), *folder.glob(pattern[:-1] + _NEW)):
         with contextlib.suppress(OSError):
             if _is_abandoned(path):
-                with _alone(path.with_name(path.name.removesuffix(_NEW))):
+                with _alone(Path(f"{path}"[:-1] + pattern[-1])):
                     if _is_abandoned(path):
                         path.unlink()
 

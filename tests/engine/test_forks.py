@@ -41,7 +41,7 @@ KNOWN = {
     "kvtier_vllm.metrics": "a registry in this process's memory",
     "kvtier_vllm.quality.scoring": "the engine of a command",
     "kvtier_disk.frames": "removes folders that are empty",
-    "kvtier_gds.config.GdsConfig": "a store that a command makes and removes",
+    "kvtier_gds.slab": "removes a store that a command has made",
     "kvtier_mooncake.client._Process": "closed by a Backend",
     "kvtier_peers.link.Link": "closed by a Backend",
     "kvtier_peers.listener.Listener": "closed by a Backend",

@@ -302,6 +302,9 @@ class HostFrames:
     def bytes_at(self, extent):
         return self.frames[extent.slab][extent.at : extent.at + extent.nbytes]
 
+    def must_be_ours(self):
+        pass
+
     def facts(self):
         return {}
 

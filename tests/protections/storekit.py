@@ -186,8 +186,8 @@ MUTANTS = (
     Mutant(
         "a-socket-has-its-name-before-it-listens",
         "kvtier_core/storekit/owner_socket.py",
-        "        name = path.name + _NEW\n",
-        "        name = path.name\n",
+        '    unready = Path(f"{path}"[:-1] + _NEW)\n',
+        "    unready = path\n",
         "tests/storekit/test_owner_socket.py::test_a_name_is_there_when_its_owner_listens_and_nobody_else_may_connect",
     ),
     Mutant(

@@ -98,7 +98,7 @@ def test_another_file_of_that_name_stays_as_it_is(tmp_path):
 def test_what_a_process_left_that_was_killed_before_it_listened_is_swept(tmp_path):
     for swept in (True, False):
         with socket.socket(socket.AF_UNIX) as killed:
-            killed.bind(str(tmp_path / "s.new"))
+            killed.bind(str(tmp_path / "~"))
         if swept:
             owner_socket.sweep(tmp_path, "s")
         else:

