@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         "metrics-for-every-user",
         "kvtier_core/storekit/owner_socket.py",
-        "        os.fchmod(listener.fileno(), 0o600)  # the mode of the file that bind makes\n",
+        "    os.fchmod(listener.fileno(), 0o600)  # the mode of the file that bind makes\n",
         "",
         "plugins/kvtier_observers/tests/test_observers.py::test_a_socket_is_its_owners_alone_and_replaces_what_a_kill_has_left",
     ),
