@@ -70,7 +70,7 @@ quick: $(VENV)/ready
 	$(SUITE) $(PARALLEL) --maxfail 12 $(sort $(wildcard $(QUICK)))
 
 # The gate, and all that takes longer. It goes on after a part that fails. FROM begins with one, WITHOUT leaves some out.
-CONDITIONS := one-core busy slow-disk offline user umask home locale time-zone
+CONDITIONS := one-core busy slow-disk offline user path tmpfs small-shm umask home locale time-zone
 ALL := programs venv demo test docs test-dist test-more test-slow test-oldest test-lmcache test-hicache test-chance \
 	$(addprefix elsewhere-,$(CONDITIONS)) mutants bench-short sanitize fuzz
 
@@ -157,9 +157,10 @@ $(SGLANG)/ready: | $(VENV)/ready
 	$(UV) pip install --quiet --no-deps --target $(SGLANG) sglang==0.5.23 orjson==3.13.0 triton==3.9.0 ipython==9.18.1 traitlets==5.16.1
 	@touch $@
 
-# What tests need besides Python: Redis, a file system with checksums for the tests of a bad sector, and a library that
-# Mooncake's client loads. No test installs it: without it tests are skipped, and the end of their output says so.
-PROGRAMS := redis-server:redis-server mkfs.btrfs:btrfs-progs
+# What tests need besides Python: Redis, a file system with checksums for the tests of a bad sector, cables between two
+# networks, and a library that Mooncake's client loads. No test installs it: without it tests are skipped, and the end of
+# their output says so.
+PROGRAMS := redis-server:redis-server mkfs.btrfs:btrfs-progs tc:iproute2
 LIBRARIES := libibverbs.so.1:libibverbs1
 MISSING = $(foreach each,$(PROGRAMS),$(if $(shell command -v $(firstword $(subst :, ,$(each)))),,$(lastword $(subst :, ,$(each))))) \
 	$(foreach each,$(LIBRARIES),$(if $(shell ldconfig -p | grep -F $(firstword $(subst :, ,$(each)))),,$(lastword $(subst :, ,$(each)))))

@@ -8,11 +8,16 @@ The conditions are:
     busy        beside a loop on each core that never waits
     slow-disk   with a disk of 20 MB/s; takes root and version 1 of control groups
     offline     in a network namespace that has the loopback alone; takes root
-    user        as `nobody`, in a clone of this checkout that belongs to it, with a `.venv` of its own; takes root
+    user        as `nobody`, in a clone that belongs to it; takes root
+    path        in a clone behind a symbolic link, at a path of 200 characters with spaces and letters beyond ASCII
+    tmpfs       in a clone in memory, with the folder for temporary files; takes root
+    small-shm   with 64 MiB in `/dev/shm`, as containers have it; takes root
     umask       with files that the user's group may write to
     home        with an empty HOME that has a space and a letter beyond ASCII in its name
     locale      in the C locale, where text files are ASCII unless their encoding is named
     time-zone   12 hours and 45 minutes east of Greenwich
+
+A clone is one of this checkout's last commit, with a `.venv` of its own.
 """
 
 from __future__ import annotations
@@ -37,9 +42,13 @@ INSIDE = {
     "offline": ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"),
     "umask": ("sh", "-c", 'umask 002 && exec "$@"', "sh"),
     "locale": ("env", "LC_ALL=C", "PYTHONCOERCECLOCALE=0", "PYTHONUTF8=0"),
+    "small-shm": ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"),
     "time-zone": ("env", "TZ=Pacific/Chatham"),
 }
-CONDITIONS = ("one-core", "busy", "slow-disk", "offline", "user", "umask", "home", "locale", "time-zone")
+CLONES = ("user", "path", "tmpfs")
+CONDITIONS = (*INSIDE, *CLONES, "busy", "slow-disk", "home")
+#: Characters of a clone's path in the condition `path`.
+LONG = 200
 
 
 @contextlib.contextmanager
@@ -94,10 +103,27 @@ def new_folder(name: str) -> Iterator[Path]:
         yield folder
 
 
-def clone_for_nobody(folder: Path) -> None:
-    """Clone this checkout into an empty folder."""
-    subprocess.run(("git", "clone", "--quiet", ROOT, folder), check=True)
-    subprocess.run(("chown", "--recursive", "nobody:nogroup", folder), check=True)
+@contextlib.contextmanager
+def in_memory(folder: Path) -> Iterator[None]:
+    """A tmpfs in this folder, as long as the context lasts."""
+    subprocess.run(("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", folder), check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(("umount", "--lazy", folder), check=True)
+
+
+def clone(conditions: list[str], folder: Path) -> Path:
+    """Clone this checkout into an empty folder; returns the path to it."""
+    checkout = place = folder / "kvtier"
+    if "path" in conditions:
+        place = folder / "a plåce with spaces" / "kvtier".rjust(LONG - len(f"{folder}/a plåce with spaces/"), "_")
+        place.parent.mkdir()
+        place.symlink_to(checkout)
+    subprocess.run(("git", "clone", "--quiet", ROOT, checkout), check=True)
+    if "user" in conditions:
+        subprocess.run(("chown", "--recursive", "nobody:nogroup", folder), check=True)
+    return place
 
 
 def main(conditions: list[str], command: list[str]) -> int:
@@ -108,13 +134,19 @@ def main(conditions: list[str], command: list[str]) -> int:
         if "home" in conditions or "user" in conditions:
             home = closing.enter_context(new_folder("höme of its own"))
             environment["HOME"] = str(home)
-        if "user" in conditions:
-            where = closing.enter_context(new_folder("kvtier"))
+            if "user" in conditions:
+                shutil.chown(home, "nobody", "nogroup")
+        if not set(CLONES).isdisjoint(conditions):
+            folder = closing.enter_context(new_folder("of a clone"))
+            if "tmpfs" in conditions:
+                closing.enter_context(in_memory(folder))
+                environment["TMPDIR"] = str(folder)
+            where = clone(conditions, folder)
+            environment["PWD"] = str(where)  # where a shell has it from, and Python not at all
             environment.pop("KVTIER_CI", None)  # some tests would need what `make demo` leaves
-            clone_for_nobody(where)
-            shutil.chown(home, "nobody", "nogroup")
-            subprocess.run((*NOBODY, "make", "venv"), check=True, cwd=where, env=environment)
-            inside += NOBODY
+            user = NOBODY if "user" in conditions else ()
+            subprocess.run((*user, "make", "venv"), check=True, cwd=where, env=environment)
+            inside += user
         if "slow-disk" in conditions:
             closing.enter_context(slow_disk())
         if "busy" in conditions:

@@ -11,7 +11,7 @@ import time
 import pytest
 from faulty_backend import Fault, FaultyBackend, always, every, now_and_then
 from machine import LAYOUT, NAMESPACE, Slots
-from patience import HANG
+from patience import HANG, wait_until
 
 from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.errors import BackendError
@@ -249,10 +249,10 @@ def test_a_store_that_raises_in_close_keeps_no_other_open(error):
 def test_a_store_that_hangs_in_close_delays_no_one():
     release = threading.Event()
     stores = [FaultyBackend(Dict(), always(fault, "close")) for fault in (Fault(until=release), Fault())]
-    patience = threading.Timer(10.0, release.set)
+    patience = threading.Timer(HANG, release.set)
     patience.start()
     open_over(*stores).close(timeout=0.05)
     patience.cancel()
+    wait_until(lambda: [store.calls for store in stores] == [["close"]] * 2)
     assert not release.is_set(), "somebody waited for the call that hangs"
-    assert [store.calls for store in stores] == [["close"]] * 2
     release.set()

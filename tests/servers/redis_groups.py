@@ -20,7 +20,7 @@ _AT_ONCE = ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1"
 def cluster(folder: Path, nodes: int = 3, replicas: int = 0) -> Iterator[list[RedisServer]]:
     """Masters that divide the slots, then ``replicas`` of the first ones, all in agreement."""
     folder.mkdir(exist_ok=True)
-    of_cluster = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+    of_cluster = ("--cluster-enabled", "yes", "--cluster-node-timeout", "15000")
     settings = (*IN_MEMORY, *_AT_ONCE, *of_cluster, "--cluster-require-full-coverage", "no")
     with contextlib.ExitStack() as stack:
         servers = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from needs import needs
 from patience import HANG
 from sizes import some
 
@@ -26,6 +28,7 @@ def test_a_cable_that_is_pulled_is_a_miss_and_is_found_again(tmp_path, when):
     """While nothing is sent, and in the middle of a frame. Each call returns after the peer's patience."""
     if subprocess.run([*_NAMESPACE, "true"], capture_output=True).returncode:
         pytest.skip("this user may make no network namespaces here")
+    needs("iproute2", shutil.which("ip") and shutil.which("tc"))
     environment = {**os.environ, "TOKEN": "a secret of thirty-two characters", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [*_NAMESPACE, sys.executable, __file__, "read", str(tmp_path), when],
