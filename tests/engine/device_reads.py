@@ -157,6 +157,18 @@ def test_a_slab_that_ends_too_early_is_reported(machine, tmp_path):
         assert set(unread) == set(KEYS[3:]) and ReadStatus.VERIFIED not in unread.values()
 
 
+def test_a_slab_that_is_opened_to_others_while_payloads_are_read_reaches_no_page(machine, tmp_path, monkeypatch):
+    empty, frames, read = machine.content(), machine.frames(), DeviceReads.read
+
+    def read_when_opened(reads, extents, into):
+        (tmp_path / "kvtier.slab").chmod(0o660)
+        return read(reads, extents, into)
+
+    monkeypatch.setattr(DeviceReads, "read", read_when_opened)
+    assert [failed for failed, _ in machine.load(frames)] == [True, True]
+    assert same(machine.content(), empty)
+
+
 @pytest.mark.parametrize("host", [True, False], ids=["what the host can read", "a bad sector"])
 def test_a_read_that_fails_is_its_frames_fault_only_if_the_host_cannot_read_it_either(machine, monkeypatch, host):
     begin, read = DeviceReads._begin, SlabFiles.read_extents

@@ -149,6 +149,13 @@ MUTANTS = (
         OPENED_SLABS + "test_no_forged_frame_is_read_whenever_the_files_are_opened",
     ),
     Mutant(
+        "an-opened-slab-is-trusted-on-its-way-to-a-gpu",
+        "plugins/kvtier_gds/kvtier_gds/device_lane.py",
+        "        self._files.must_be_ours()\n",
+        "",
+        "tests/engine/test_device_reads.py",
+    ),
+    Mutant(
         "a-slab-that-is-closed-again-is-trusted",
         "plugins/kvtier_gds/kvtier_gds/slab.py",
         "            self._abandon()\n",
