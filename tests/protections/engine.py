@@ -502,6 +502,13 @@ MUTANTS = (
         WAITING + "test_the_time_of_decoding_beside_a_prompt_is_not_the_prompts",
     ),
     Mutant(
+        "remainders-make-prompts-dear",
+        "kvtier_core/engine/scheduler/waiting.py",
+        "self._steps.setdefault(tokens.bit_length(),",
+        "self._steps.setdefault(0,",
+        WAITING + "test_the_remainders_of_hits_do_not_make_prompts_dear",
+    ),
+    Mutant(
         "whatever-a-reader-reads-is-used",
         "kvtier_core/transfer/staged_reader.py",
         "if any(read.status is not ReadStatus.VERIFIED for read in reads):",

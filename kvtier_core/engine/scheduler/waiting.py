@@ -23,6 +23,8 @@ NOT_KNOWN = "the time of computing is not known yet"
 _PROMPT_TOKENS = 64
 #: After this number of tokens, their measurements have two thirds of the weight in the estimate, earlier ones a third.
 _MEMORY_TOKENS = 4096
+#: Steps with this many times the tokens of others show what each more costs.
+_APART = 4
 #: The weight of a step that only decodes in the estimate of the time for decoding.
 _NEWEST_DECODING = 1 / 8
 
@@ -34,8 +36,20 @@ class _Step:
     planned: float
 
 
+@attrs.define
+class _Steps:
+    """What steps of one size have shown."""
+
+    tokens: float  #: of prompts in a step, the mean
+    rate: float  #: of these tokens per second, the geometric mean: one step that stalls hardly counts
+    count: int = 0
+
+
 class PrefillSpeed:
-    """Prompt tokens per second, so that the inverse is the cost of one more. ``now`` is the time of any clock.
+    """How long prompt tokens take. ``now`` is the time of any clock.
+
+    A step takes some time however few tokens it computes. Steps are therefore told apart by size, to within a factor of
+    two: else the short remainders of hits would make the tokens of whole prompts seem dear.
 
     A step may decode beside a prompt. The time for that is not the prompt's: it is estimated from steps that only
     decode, less for fewer tokens, and is at least the share of the decoded tokens in all tokens of the step.
@@ -45,7 +59,7 @@ class PrefillSpeed:
     """
 
     def __init__(self) -> None:
-        self.rate: float | None = None  #: tokens per second; None before the first prompt was computed
+        self._steps: dict[int, _Steps] = {}  # by the number of bits of their tokens
         self._planned: deque[_Step] = deque()
         self._last_end = float("-inf")
         self._decoding: tuple[float, float] | None = None  # mean tokens and seconds of a step that only decodes
@@ -69,8 +83,19 @@ class PrefillSpeed:
             self._measured(step.prompt, seconds - self._decoding_in(step, seconds))
 
     def seconds(self, tokens: int) -> float | None:
-        """The time in which the engine would compute ``tokens`` tokens; None if it is not known."""
-        return None if self.rate is None else tokens / self.rate
+        """What computing so many tokens more would take; None before a prompt was computed.
+
+        These are whole steps, and tokens in a step that the engine makes all the same.
+        """
+        if not self._steps:
+            return None
+        short, long = self._steps[min(self._steps)], self._steps[max(self._steps)]
+        step = long.tokens / long.rate
+        each = step / long.tokens
+        if long.tokens >= _APART * short.tokens:
+            each = min(each, max(0.0, step - short.tokens / short.rate) / (long.tokens - short.tokens))
+        whole, rest = divmod(tokens, long.tokens)
+        return whole * step + rest * each
 
     def _decoding_in(self, step: _Step, seconds: float) -> float:
         """How many of a step's seconds its decoded tokens take."""
@@ -78,11 +103,13 @@ class PrefillSpeed:
         return max(alone * min(1.0, step.decoded / tokens), seconds * step.decoded / (step.prompt + step.decoded))
 
     def _measured(self, tokens: int, seconds: float) -> None:
-        """The estimate is a geometric mean, so that one step that stalls hardly counts."""
         if seconds > 0:
-            newest = 1 - math.exp(-tokens / _MEMORY_TOKENS)
-            rate = tokens / seconds
-            self.rate = rate if self.rate is None else self.rate ** (1 - newest) * rate**newest
+            steps = self._steps.setdefault(tokens.bit_length(), _Steps(tokens, tokens / seconds))
+            steps.count += 1
+            # The first one may have compiled something.
+            newest = 1 - math.exp(-tokens / _MEMORY_TOKENS) if steps.count > 2 else 1.0
+            steps.tokens += (tokens - steps.tokens) * newest
+            steps.rate = steps.rate ** (1 - newest) * (tokens / seconds) ** newest
 
 
 class Waiting:
@@ -118,10 +145,10 @@ class Waiting:
     def step_ended(self) -> Sequence[Event]:
         """The oldest step that was planned has ended. Returns events for loads before the speed was known."""
         self.speed.ended(self._clock())
-        if (rate := self.speed.rate) is None:
+        if self.speed.seconds(0) is None:
             return ()
         unpriced, self._unpriced = self._unpriced, Counter()
-        return [Event(EventKind.AVOIDED, tier, seconds=unpriced[tier] / rate) for tier in unpriced]
+        return [Event(EventKind.AVOIDED, tier, seconds=self.speed.seconds(n) or 0.0) for tier, n in unpriced.items()]
 
     def asked(self, state: RequestState) -> None:
         """The engine asks about a request. If it was told to wait, that wait has ended for now."""
@@ -166,14 +193,14 @@ class Waiting:
     def loaded(self, state: RequestState) -> Sequence[Event]:
         """The load of a request has ended well. Returns events with the seconds waited for each tier, and saved."""
         loading, total, told = self._clock() - state.load.begun, state.load.sources.total(), []
+        computing, request = self.speed.seconds(total), state.view.request_id
         for tier, tokens in state.load.sources.items():
-            waited, avoided = state.wait.seconds.pop(tier, 0.0) + loading * tokens / total, self.speed.seconds(tokens)
-            request = state.view.request_id
-            if avoided is None:
+            waited = state.wait.seconds.pop(tier, 0.0) + loading * tokens / total
+            if computing is None:
                 self._unpriced[tier] += tokens
                 told += [Event(EventKind.WAITED, tier, seconds=waited, tokens=tokens, why=NOT_KNOWN, request=request)]
             else:
-                told += [Event(EventKind.AVOIDED, tier, seconds=avoided, request=request)]
+                told += [Event(EventKind.AVOIDED, tier, seconds=computing * tokens / total, request=request)]
                 told += [Event(EventKind.WAITED, tier, seconds=waited, request=request)]
         return told + _wasted(state)
 
