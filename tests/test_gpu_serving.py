@@ -56,6 +56,7 @@ def served(folder, only):
     return {table["title"]: table["rows"] for section in report["sections"] for table in section["tables"]}
 
 
+@pytest.mark.more
 def test_vllm_as_it_is_by_default_has_its_hits_to_the_last_bit(tmp_path):
     """Compiled, scheduled ahead, and in processes of its own: what a GPU is served with and other tests avoid."""
     ((tokens, *_, differ),) = served(tmp_path, "defaults")["vLLM's defaults"]

@@ -83,7 +83,7 @@ def found_by_the_next(setup: Setup) -> int:
     return run(attrs.evolve(setup, bug=""), 60).loaded_tokens
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2]))
 def test_no_torn_chunk_is_served_after_a_worker_is_killed(tmp_path, ranks):
     for seed in range(3):
         setup = Setup(seed=seed, ranks=ranks, disk=tmp_path)

@@ -442,7 +442,7 @@ def test_wrong_numbers_begin_no_copy(runtime, pages, slots, why):
 def test_all_streams_go_before_the_engines(runtime):
     """At its priority, copies on an H100 waited until a CUDA graph had ended."""
     cuda = FakeCuda()
-    mover = cuda.mover(runtime)
+    mover = cuda.mover(runtime, autotune=decided(Method.DIRECT))
     assert [stream.priority for stream in cuda._made] == [0, -1, -1, -1, -1]
     mover.close()
 

@@ -62,6 +62,7 @@ class TestFp8(LossyLaws):
         return np.maximum(np.abs(exact) / 16, scales(exact, 8, 448) / 2**10) + ROUNDED * np.abs(exact)
 
 
+@pytest.mark.more
 class TestKivi(LossyLaws):
     bits = 4
 
@@ -83,10 +84,12 @@ class TestKivi(LossyLaws):
         return bound
 
 
+@pytest.mark.more
 class TestKiviOfTwoBits(TestKivi):
     bits = 2
 
 
+@pytest.mark.more
 class TestCachegen(LossyLaws):
     levels = (24, 16, 12)  #: of the three layers
 

@@ -36,6 +36,7 @@ def counted(bucket, config):
     return BucketSpace(bucket, config.prefix).count().used
 
 
+@pytest.mark.more
 def test_three_engines_keep_within_one_capacity(open_s3, bucket, config):
     """Of two namespaces, at the same time; at no moment is there more."""
     engines = [open_s3(capacity=CAPACITY, timeout=60, namespace=make_namespace(model)) for model in ("a", "a", "b")]

@@ -541,6 +541,7 @@ def test_an_epoch_shares_nothing_with_any_other():
     assert len({first.digest, first.renewed().digest, first.renewed().digest}) == 3
 
 
+@pytest.mark.more
 def test_the_command_tells_what_an_engine_in_another_process_will_log(model, engine, said, tmp_path, capsys):
     from real_engines import cpu
     from vllm import envs

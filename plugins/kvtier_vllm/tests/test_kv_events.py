@@ -298,6 +298,7 @@ class Traffic:
         assert {medium: self.view[medium] for medium in held} == held
 
 
+@pytest.mark.more
 def test_a_router_learns_what_lower_tiers_hold_in_the_words_of_vllm(engine, router, tmp_path):
     told = {"kv_events_config": router.config, "enable_prefix_caching": True}
     with engine(cpu_and_disk(tmp_path, capacity="4MiB"), **told) as served:

@@ -101,6 +101,7 @@ def test_a_server_packs(engine, tmp_path, own):
         second.assert_at_rest()
 
 
+@pytest.mark.more
 def test_kept_memory_is_packed(engine, tmp_path, own):
     """The next server adopts it; one that packs no more begins with empty memory."""
     options = {"enable_prefix_caching": False, "dtype": "bfloat16"}

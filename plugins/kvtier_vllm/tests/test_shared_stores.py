@@ -80,6 +80,7 @@ def ask_again(model: str, stack: dict) -> list:
     return [answer.tokens, answer.logprobs, answer.cached, told]
 
 
+@pytest.mark.more
 def test_two_living_engines_find_what_the_other_stored(engine, model, fork_server, shared, truth):
     with engine(shared()) as ours:
         ours.ask(ASKED)
