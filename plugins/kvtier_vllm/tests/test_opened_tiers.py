@@ -34,7 +34,7 @@ ROOMS = "/kvtier_disk/", "/kvtier_gds/", "/storekit/", "/store_tier/"
 
 
 class Strangers:
-    """Open everything in a folder to themselves before line ``moment`` of kvtier's, and from then on forge what they can.
+    """They open a folder to themselves before line ``moment`` of kvtier's, and from then on forge what they can.
 
     The lines are those of all threads that begin in the context, and of this one.
     """
