@@ -30,6 +30,20 @@ MUTANTS = (
         EVENTS + "test_a_reset_of_all_caches_tells_again_what_is_kept",
     ),
     Mutant(
+        "what-leaves-untold-is-removed",
+        KV_EVENTS,
+        "        if key in self._untold:\n            return\n",
+        "",
+        EVENTS + "test_a_reset_is_told_in_parts",
+    ),
+    Mutant(
+        "children-are-told-before-their-parents",
+        KV_EVENTS,
+        "            if self._untold:\n",
+        "            if False:\n",
+        EVENTS + "test_a_reset_is_told_in_parts",
+    ),
+    Mutant(
         "names-are-forgotten-at-once",
         KV_EVENTS,
         "if key in storing}",

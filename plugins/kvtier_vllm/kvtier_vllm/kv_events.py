@@ -11,7 +11,8 @@ longest possible hit, which windows and states may shorten.
 
 When vLLM resets its own cache, it publishes `AllBlocksCleared`, at which routers forget the blocks of every medium. No
 connector is called then, but vLLM's pool has a new table of blocks. Everything that tiers still hold is therefore
-published again, in the same batch, after that event.
+published again after that event, a part in each step: the engine waits for none of it, and resets that follow each other
+fill no subscriber's buffer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import attrs
@@ -44,6 +46,10 @@ _STORAGE = "STORAGE"  # vLLM 0.30 has no name for it; of every tier that is not 
 
 _HELD = {EventKind.STORED, EventKind.PROMOTED, EventKind.WRITTEN, EventKind.READ}
 _GONE = {EventKind.EVICTED, EventKind.MISSING, EventKind.CORRUPT, EventKind.INCOMPATIBLE}
+
+
+#: Chunks that are published again in one step: some milliseconds.
+_AGAIN = 256
 
 
 def wanted(vllm_config: VllmConfig) -> bool:
@@ -107,6 +113,8 @@ class KVEvents:
         self._table = pool.cached_block_hash_to_block  # only a reset replaces it
         self._named: dict[ChunkKey, _Named] = {}
         self._published: dict[ChunkKey, _Published] = {}
+        #: Those of them that subscribers do not know yet, parents first.
+        self._untold: dict[ChunkKey, None] = {}
         #: By medium and group, how many chunks there have a block: those with the same beginning share some.
         self._held = defaultdict[tuple[str, int], Counter[Any]](Counter)
         self._events: list[KVCacheEvent] = []
@@ -150,6 +158,7 @@ class KVEvents:
         for key in left:  # not before the last event: a tier below may have it by then
             if key in self._published and not self._published[key].tiers:
                 del self._published[key]
+                self._untold.pop(key, None)
 
     def clear(self) -> None:
         """Publish that no tier holds any of these chunks any more."""
@@ -157,19 +166,22 @@ class KVEvents:
             for tier in list(published.tiers):
                 self._removed(key, tier)
         self._published.clear()
+        self._untold.clear()
         self._named.clear()
         self._clears += 1
 
     def take(self) -> list[KVCacheEvent]:
-        """The events since the last call. If vLLM has reset its own cache since then: all that tiers hold."""
+        """The events since the last call. After a reset of vLLM's own cache also a part of what tiers hold."""
         self._follow()
         if self._table is not self._pool.cached_block_hash_to_block:
             self._table = self._pool.cached_block_hash_to_block
             self._held.clear()
             self._events.clear()
-            for each in sorted(self._published.values(), key=lambda each: each.number):  # parents first
-                for medium in each.tiers.values():
-                    self._hold(each, medium)
+            self._untold = dict.fromkeys(sorted(self._published, key=lambda key: self._published[key].number))
+        for key in list(islice(self._untold, _AGAIN)):
+            del self._untold[key]
+            for medium in self._published[key].tiers.values():
+                self._hold(self._published[key], medium)
         events, self._events = self._events, []
         return events
 
@@ -190,10 +202,13 @@ class KVEvents:
             if named is None:
                 return
             self._published[key] = self._described(named.request, named.number)
+            if self._untold:
+                self._untold[key] = None  # its parent may be one of them
         published, medium = self._published[key], self._media[tier]
         if tier not in published.tiers:
             published.tiers[tier] = medium
-            self._hold(published, medium)
+            if key not in self._untold:
+                self._hold(published, medium)
 
     def _hold(self, published: _Published, medium: str) -> None:
         """A tier of this medium holds a chunk. Publish each block once: llm-d's router counts how often it is."""
@@ -209,6 +224,8 @@ class KVEvents:
         if published is None or tier not in published.tiers:
             return
         medium = published.tiers.pop(tier)
+        if key in self._untold:
+            return
         for group, blocks in published.blocks.items():
             held = self._held[medium, group]
             held.subtract(blocks.block_hashes)

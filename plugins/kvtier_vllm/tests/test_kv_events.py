@@ -431,7 +431,8 @@ def test_a_queue_of_any_length_is_told_whole():
 
 
 @pytest.mark.parametrize("seed", some(range(3)))
-def test_whatever_requests_and_resets_there_were_a_router_knows_what_tiers_hold(tmp_path, seed):
+def test_whatever_requests_and_resets_there_were_a_router_knows_what_tiers_hold(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(kv_events, "_AGAIN", 3)
     room = {"capacity": f"{12 * LAYOUT.frame_nbytes}B"}, {"capacity": f"{30 * LAYOUT.frame_nbytes}B"}
     disk = {"type": "disk", "path": str(tmp_path / "disk"), "min_free": "0B", **room[1]}
     traffic = Traffic(
@@ -473,6 +474,29 @@ def test_after_a_reset_a_parent_is_told_before_its_children():
     told.observe([Event(EventKind.STORED, "heap", (keys[0],))])
     assert blocks.reset_prefix_cache()
     assert hashes_of(told.take()) == block_hashes(prompt(1, 3 * CHUNK))
+
+
+def test_a_reset_is_told_in_parts(router, monkeypatch):
+    """No step of the engine waits for all of it, and many resets leave little more than one in a subscriber's buffer."""
+    monkeypatch.setattr(kv_events, "_AGAIN", 2)
+    asked, keys = prompt(1, 6 * CHUNK), [ChunkKey(bytes([number]) * 32) for number in range(6)]
+    blocks = pool()
+    told = kv_events.KVEvents(Answers(), CHUNK, BLOCK, [GROUP], blocks)
+    told.name(requested("asked", asked), keys, 0)
+    told.observe([Event(EventKind.STORED, "heap", tuple(keys[:5]))])
+    told.take()
+    hashes = block_hashes(asked)
+    for _ in range(30):
+        assert blocks.reset_prefix_cache()
+        assert hashes_of(told.take()) == hashes[: 2 * CHUNK // BLOCK]
+    told.observe([Event(EventKind.STORED, "heap", (keys[5],))])
+    told.observe([Event(EventKind.EVICTED, "heap", (keys[4],))])
+    rest = [told.take() for _ in range(3)]
+    assert [len(hashes_of(part)) * BLOCK // CHUNK for part in rest] == [2, 1, 0]
+    assert all(isinstance(event, BlockStored) for part in rest for event in part), "none was known that has left"
+    left = range(4 * CHUNK // BLOCK, 5 * CHUNK // BLOCK)
+    first = range(2 * CHUNK // BLOCK)
+    assert hashes_of(sum(rest, [])) == [each for at, each in enumerate(hashes) if at not in left and at not in first]
 
 
 def test_a_block_that_two_chunks_begin_with_is_held_until_neither_is(router):
