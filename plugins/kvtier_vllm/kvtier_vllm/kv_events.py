@@ -11,8 +11,8 @@ longest possible hit, which windows and states may shorten.
 
 When vLLM resets its own cache, it publishes `AllBlocksCleared`, at which routers forget the blocks of every medium. No
 connector is called then, but vLLM's pool has a new table of blocks. Everything that tiers still hold is therefore
-published again after that event, a part in each step: the engine waits for none of it, and resets that follow each other
-fill no subscriber's buffer.
+published again after that event, a part in each step: no step waits for all of it, and many resets fill no subscriber's
+buffer.
 """
 
 from __future__ import annotations
