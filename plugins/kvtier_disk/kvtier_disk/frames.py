@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -57,11 +58,16 @@ class Place:
         return status.st_size if its and stat.S_ISREG(status.st_mode) else 0
 
     def remove(self, base: Folder) -> bool:
-        """Remove whatever is there, a file or not. Returns False if there is nothing."""
+        """Remove whatever is there, and its folder if that is empty then. Returns False if there is nothing."""
         try:
-            return self.folder(base).remove(self.name)
+            above = Place(self.folders[:-1], "").folder(base)
+            removed = self.folder(base).remove(self.name)
         except (FileNotFoundError, NotADirectoryError):
             return False
+        if self.folders:
+            with contextlib.suppress(OSError):  # others are in it
+                os.rmdir(self.folders[-1], dir_fd=above.fd)
+        return removed
 
 
 @attrs.frozen

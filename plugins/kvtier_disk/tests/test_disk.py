@@ -10,6 +10,7 @@ import shutil
 import signal
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import pytest
@@ -496,6 +497,40 @@ def test_a_full_disk_keeps_what_it_has(mounted, monkeypatch, direct, limit):
     assert all(read(disk, key) == make_frame(key, nbytes=NBYTES) for key in written)
     disk.delete(written[:1])
     write(disk, written[0])
+    disk.close()
+
+
+def test_a_folder_of_frames_leaves_with_the_last_of_them(mounted):
+    """It takes an inode, and a file system may have no other."""
+    folder = mounted("tmpfs", "nr_inodes=32")
+    disk = open_disk(folder, direct="off")
+    keys = {key[:1]: key for key in make_keys(100)}  # each has a folder of its own
+    written = []
+    with pytest.raises(BackendError, match="No space left on device"):
+        for key in list(keys.values()):
+            write(disk, key)
+            written.append(key)
+    for key in list(keys.values())[len(written) :]:
+        disk.delete(written[:1])
+        write(disk, key)
+        written = [*written[1:], key]
+    assert {file.parent.name for file in files(folder)} == {key.hex()[:2] for key in written}
+    disk.close()
+
+
+def test_a_folder_of_frames_leaves_beside_writes_to_it(tmp_path):
+    disk = open_disk(tmp_path, direct="off")
+    first, second = [key for key in make_keys(5000) if key[0] == 0][:2]
+
+    def writes_and_deletes(key):
+        for _ in range(300):
+            write(disk, key)
+            assert read(disk, key) == make_frame(key, nbytes=NBYTES)
+            disk.delete([key])
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(writes_and_deletes, key) for key in (first, second)]:
+            done.result()
     disk.close()
 
 
