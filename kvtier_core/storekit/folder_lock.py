@@ -9,7 +9,6 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
 from kvtier_core.forks import ProcessBound
@@ -30,10 +29,15 @@ class FileLock(ProcessBound, closing={"release": lambda: None}):
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
-class _Locked(NamedTuple):
-    folder: Folder
-    file: int  #: the descriptor that is locked
-    lock: FileLock
+class _Locked:
+    """Closes its file when the last reference is gone, so that no thread finds another one under its number."""
+
+    def __init__(self, folder: Folder, file: int):
+        self.folder, self.file = folder, file
+        self.lock = FileLock(file)
+
+    def __del__(self) -> None:
+        os.close(self.file)
 
 
 class FolderLock:
@@ -64,15 +68,15 @@ class FolderLock:
         except FileNotFoundError:
             must_be_makeable(self.path)
         else:
-            _unlock(self._lock(folder, looking=True))
+            held = self._lock(folder, looking=True)
+            held.lock.release()
 
     def _lock(self, folder: Folder, flags: int = 0, *, looking: bool = False) -> _Locked:
         self._check(folder)
         file = _unchanged(folder, flags) if looking else folder.open(_LOCK, os.O_CREAT | flags)
         try:
-            return _Locked(folder, file, FileLock(file))
+            return _Locked(folder, file)
         except OSError as error:
-            os.close(file)
             if error.errno == errno.EBADF and not flags & os.O_RDWR:  # NFS; elsewhere a disk could not become read-only
                 return self._lock(folder, os.O_RDWR, looking=looking)
             raise (self._taken() if isinstance(error, BlockingIOError) else error) from None
@@ -84,9 +88,7 @@ class FolderLock:
         """Unlock the folder. May be called twice."""
         held, self._locked = self._locked, None
         if held is not None:
-            _unlock(held)
-
-    __del__ = release
+            held.lock.release()
 
     def folder(self) -> Folder | None:
         """The locked folder; None if its path is gone.
@@ -122,7 +124,7 @@ class FolderLock:
                 self._locked = self._lock(held.folder, os.O_EXCL)
             except FileExistsError:  # of a process that has found the other one opened
                 raise self._taken() from None
-            _unlock(held)
+            held.lock.release()
 
     def folder_again(self) -> Folder:
         """The locked folder. If it was removed, it is made and locked again.
@@ -147,11 +149,6 @@ class FolderLock:
         if self._locked is None:
             raise BackendError(f"{self.path}: the tier is closed")
         return self._locked
-
-
-def _unlock(held: _Locked) -> None:
-    held.lock.release()
-    os.close(held.file)
 
 
 def _is_lost(file: int) -> bool:
