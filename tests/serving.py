@@ -94,8 +94,9 @@ class Serving:
 
 
 def files(folder):
-    """All, but those that hold the facts of namespaces."""
-    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "namespace.json")
+    """All, but those that hold the facts of namespaces, and the lock."""
+    beside = "namespace.json", ".kvtier-lock"
+    return sorted(file for file in folder.rglob("*") if file.is_file() and file.name not in beside)
 
 
 def _pages():

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -34,6 +35,13 @@ _ON_THE_WAY = _FOLDER | os.O_PATH
 _MADE_FOLDER, _MADE_FILE = stat.S_ISUID, stat.S_ISVTX
 #: What follows the name of what was in the place of a file or folder.
 ASIDE = ".kvtier-aside-"
+_MOUNTS = Path("/proc/self/mountinfo")
+#: What sets owner and modes where the file system has none of its own.
+_OPTIONS = {
+    "cifs": "uid={user},dir_mode=0700,file_mode=0600",
+    "smb3": "uid={user},dir_mode=0700,file_mode=0600",
+    "fuse.gcsfuse": "uid={user},dir-mode=700,file-mode=600",
+}
 #: Links on the way to a folder, as many as Linux follows.
 _MAX_LINKS = 40
 
@@ -43,12 +51,12 @@ _Opened = Literal["is closed", "is left", "is refused"]
 
 
 def place_in(path: Path) -> Path:
-    """The folder that a tier with this path uses: ``path``, or one of this user in it.
+    """The folder that a tier with this path uses: ``path``, or one of this user in it if it is the root of a volume.
 
-    The latter if others may write to ``path``, and it is the root of a volume, such as a pod's emptyDir.
+    Whether others may write to a volume depends on the pods that mount it, and must not decide where the frames are.
     """
-    shared = os.path.ismount(path) and path.lstat().st_mode & 0o022
-    return path / f"kvtier-{os.geteuid()}" if shared else path
+    is_volume = os.path.realpath(path) in _mounts(_MOUNTS)
+    return path / f"kvtier-{os.geteuid()}" if is_volume else path
 
 
 def own_folder(path: Path, ctx: OpenContext) -> Path:
@@ -112,8 +120,7 @@ class Folder:
                 if not names or links > _MAX_LINKS:
                     must_be_ours(found.status(name), found.path / name if names else path)
                 names += reversed(Path(found._link(name)).parts)
-        made = os.fstat(found.fd).st_mode & _MADE_FOLDER
-        opened = (make or looking) and found._is_opened() and made
+        opened = (make or looking) and found._is_opened() and is_made_folder(os.fstat(found.fd))
         if opened and not looking:
             found._close_to_group()
             logger.warning(
@@ -142,17 +149,22 @@ class Folder:
     def inner(self, name: str, *, make: bool = False) -> Folder:
         """The folder of that name in this one. Raises BackendError if others than this user may write to it.
 
-        With ``make`` it is made if missing, and anything that is not a folder is renamed.
+        Another user's is none: NotADirectoryError. With ``make`` it is made if missing, and whatever else is there is
+        renamed.
         """
+        if make:
+            self._make_way(name)
         try:
-            fd = self._enter(name, _FOLDER, make)
+            fd = self._enter(name, _FOLDER, make, mark=True)
         except NotADirectoryError:
             if not make:
                 raise
             with self._naming(name), contextlib.suppress(FileNotFoundError):  # others were faster
                 self._put_aside(name)
-            fd = self._enter(name, _FOLDER, make)
+            fd = self._enter(name, _FOLDER, make, mark=True)
         inner = Folder(fd, *self._called, name, opened=self._opened)
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise NotADirectoryError(errno.ENOTDIR, "a folder of another user", str(inner.path))
         opened = inner._is_opened()
         if opened and self._opened == "is closed":
             inner._close_to_group()
@@ -204,13 +216,15 @@ class Folder:
             )
         return os.readlink(name, dir_fd=self.fd)
 
-    def open(self, name: str, flags: int, *, marked: bool = False) -> int:
+    def open(self, name: str, flags: int, *, marked: bool = True) -> int:
         """A descriptor of a regular file of this user alone; a new one is readable only by this user.
 
-        If a new one is ``marked``, `remove_made` removes it, and no other file of that name.
+        If a new one is ``marked``, nothing is lost with it: `remove_made` and `clear_opened` remove no other files.
         Raises NoFile for any other file, before a byte of it is read or written.
         """
         if not flags & os.O_EXCL:
+            if flags & os.O_CREAT:
+                self._make_way(name)
             with contextlib.suppress(FileNotFoundError):  # the open raises it, unless it makes the file
                 self._must_be_file(name, self.status(name))  # before it is opened: opening a device can have effects
         # NONBLOCK: opening a pipe would wait for its other end. For files it means nothing.
@@ -239,17 +253,26 @@ class Folder:
             return list(entries)
 
     def remove(self, name: str) -> bool:
-        """Remove the entry with that name; a folder, which may be anybody's, is renamed. False if there is no entry."""
-        with self._naming(name):
-            try:
-                os.unlink(name, dir_fd=self.fd)
-            except FileNotFoundError:
-                return False
-            except IsADirectoryError:
-                if ASIDE in name:
+        """Remove the entry with that name; a folder, or what another user owns, is renamed. False if there is none."""
+        try:
+            status = self.status(name)
+            with self._naming(name):
+                if not _stays(status):
+                    os.unlink(name, dir_fd=self.fd)
+                elif ASIDE in name:
                     return False
-                self._put_aside(name)
+                else:
+                    self._put_aside(name)
+        except FileNotFoundError:
+            return False
         return True
+
+    def _make_way(self, name: str) -> None:
+        """Rename what another user has put there, and remove a marked file that kubelet has opened to a group."""
+        with contextlib.suppress(FileNotFoundError):
+            status = self.status(name)
+            if self._opened != "is left" and (status.st_uid != os.geteuid() or self._has_opened(status)):
+                self.remove(name)
 
     def _put_aside(self, name: str) -> None:
         os.rename(name, f"{name}{ASIDE}{secrets.token_hex(4)}", src_dir_fd=self.fd, dst_dir_fd=self.fd)
@@ -261,22 +284,32 @@ class Folder:
                 raise NoFile(f"{self.path / name}: not a file that kvtier made; name another folder")
             self.remove(name)
 
-    def remove_opened(self, name: str) -> None:
-        """Remove a marked file that kubelet has opened to a group, see `_is_opened`."""
-        with contextlib.suppress(FileNotFoundError):
-            status, of_folder = self.status(name), os.fstat(self.fd)
-            opened = is_made(status) and status.st_mode & 0o077 == 0o060
-            if opened and of_folder.st_mode & stat.S_ISGID and status.st_gid == of_folder.st_gid:
-                self.remove(name)
+    def clear_opened(self) -> None:
+        """Remove what kvtier made here before kubelet opened it to a group: nothing of it is used again."""
+        for entry in self.entries():
+            with contextlib.suppress(OSError):  # others can have made files in a folder: it stays
+                if not entry.is_dir(follow_symlinks=False):
+                    if self._has_opened(entry.stat(follow_symlinks=False)):
+                        os.unlink(entry.name, dir_fd=self.fd)
+                    continue
+                inner = Folder(os.open(entry.name, _FOLDER, dir_fd=self.fd))
+                if inner._is_opened() and is_made_folder(os.fstat(inner.fd)):
+                    inner.clear_opened()
+                    os.rmdir(entry.name, dir_fd=self.fd)
+
+    def _has_opened(self, status: os.stat_result) -> bool:
+        """Is it the status of a marked file in this folder that kubelet has opened to a group, see `_is_opened`?"""
+        of_folder = os.fstat(self.fd)
+        opened = is_made(status) and status.st_mode & 0o077 == 0o060
+        return opened and bool(of_folder.st_mode & stat.S_ISGID) and status.st_gid == of_folder.st_gid
 
     def rename(self, name: str, to: Folder, new: str) -> None:
         """Rename a file to ``new`` in the folder ``to``, where it replaces whatever has that name."""
-        with self._naming(name):
-            try:
-                os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=to.fd)
-            except IsADirectoryError:
+        with contextlib.suppress(FileNotFoundError):
+            if _stays(to.status(new)):
                 to.remove(new)
-                os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=to.fd)
+        with self._naming(name):
+            os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=to.fd)
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -316,10 +349,20 @@ def why_no_file(status: os.stat_result) -> str:
     return why
 
 
+def _stays(status: os.stat_result) -> bool:
+    """Can it hold what is not this user's, so that it is renamed and never removed?"""
+    return stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid()
+
+
 def is_made(status: os.stat_result) -> bool:
     """Is it a file that `Folder.open` made and marked, or an empty one, with which nothing is lost?"""
     ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
     return ours and bool(status.st_mode & _MADE_FILE or not status.st_size)
+
+
+def is_made_folder(status: os.stat_result) -> bool:
+    """Is it a folder that kvtier made and marked?"""
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and bool(status.st_mode & _MADE_FOLDER)
 
 
 def must_be_makeable(path: Path) -> None:
@@ -329,7 +372,7 @@ def must_be_makeable(path: Path) -> None:
 
 
 def _not_makeable(path: Path) -> BackendError:
-    return BackendError(f"{path}: user {os.geteuid()} cannot create this folder; {_way_out()}")
+    return BackendError(f"{path}: user {os.geteuid()} cannot create this folder; {_way_out(path)}")
 
 
 def is_ours(path: Path) -> bool:
@@ -349,26 +392,46 @@ def must_be_ours(status: os.stat_result, *called: Path | str) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise BackendError(f"{path}: not a folder; name one")
     if status.st_uid != os.geteuid():
-        raise NotOurs(f"{path}: owned by user {status.st_uid}; kvtier uses only folders of its own user; {_way_out()}")
+        owner = status.st_uid
+        raise NotOurs(f"{path}: owned by user {owner}; kvtier uses only folders of its own user; {_way_out(path)}")
     if status.st_mode & 0o022:
         if status.st_mode & stat.S_ISVTX:  # others could make files there under the names of ours
             raise NotOurs(f"{path}: others can write to it; name a folder in it that only kvtier uses")
-        raise NotOurs(f"{path}: others can write to it; run chmod go-w")
+        raise NotOurs(f"{path}: others can write to it; {_of_mount(path) or 'run chmod go-w'}")
 
 
-def _way_out() -> str:
+def _way_out(path: Path) -> str:
     """How this user can have a folder there."""
-    group = os.getegid() or os.geteuid()
-    return f"name a folder in it, chown it, or set securityContext: {{fsGroup: {group}}} in the pod's spec"
+    group = nearest(path).stat().st_gid
+    if group and group in (os.getegid(), *os.getgroups()):  # as with fsGroup: to set it is no way out
+        usual = f"chown it, or let group {group} write to it and name a folder in it"
+    else:
+        group = os.getegid() or os.geteuid()
+        usual = f"name a folder in it, chown it, or set securityContext: {{fsGroup: {group}}} in the pod's spec"
+    return _of_mount(path) or usual
 
 
-def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+def _of_mount(path: Path) -> str:
+    """The options that set owner and modes on file systems where chown and chmod do not; "" on others."""
+    kind = file_system_of(Path(os.path.realpath(path)), _MOUNTS)
+    options = _OPTIONS.get(kind, "")
+    return options and f"mount this {kind} with {options.format(user=os.geteuid())}"
+
+
+def file_system_of(path: Path, mounts: Path = _MOUNTS) -> str:
     """The kind of file system that an absolute path is on, as the kernel calls it: ``tmpfs``. Raises OSError."""
-    kinds = {}
-    for line in mounts.read_text("utf-8", "surrogateescape").splitlines():
-        mount, _, file_system = line.partition(" - ")
-        kinds[mount.split()[4]] = file_system.split()[0]
+    kinds = _mounts(mounts)
     return next((kinds[folder] for folder in map(str, (path, *path.parents)) if folder in kinds), "unknown")
+
+
+def _mounts(file: Path) -> dict[str, str]:
+    """The kind of file system of each mount, by its path."""
+    kinds = {}
+    for line in file.read_text("utf-8", "surrogateescape").splitlines():
+        mount, _, file_system = line.partition(" - ")
+        path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount.split()[4])
+        kinds[path] = file_system.split()[0]
+    return kinds
 
 
 @contextlib.contextmanager

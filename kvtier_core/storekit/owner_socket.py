@@ -1,4 +1,7 @@
-"""A Unix socket that only its user may connect to, in place of one that a killed process left."""
+"""A Unix socket that only its user may connect to, in place of one that a killed process left; and who has connected.
+
+Its mode alone does not keep others out: somebody may change it, as kubelet does in a volume with fsGroup.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import fcntl
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +19,9 @@ from kvtier_core.forks import ProcessBound
 
 #: The last character of a socket's name until it listens: a longer name could be too long.
 _NEW = "~"
+_CREDENTIALS = struct.Struct("iII")
+#: The users of a user namespace that has all of them.
+_EVERY_USER = (1 << 32) - 1
 
 
 class _Listener(ProcessBound, socket.socket):
@@ -48,6 +55,32 @@ def listen(path: Path, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end, as the kernel knows them."""
+    return _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+
+
+def admits(client: socket.socket) -> bool:
+    """May the process at the other end ask everything? It is this user's, or root's."""
+    return credentials(client)[1] == 0 or not stranger(client)
+
+
+def stranger(sock: socket.socket) -> str:
+    """The process at the other end and its user, in words; "" if it is this user."""
+    process, user, _ = credentials(sock)
+    if user != os.geteuid():
+        return f"process {process} of user {user}"
+    if user == _nobody():
+        return f"process {process} of user {user}, who may be any user outside of this namespace,"
+    return ""
+
+
+def _nobody() -> int | None:
+    """The number of all users that this user namespace has no number for; None if it has one for each."""
+    numbers = [int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text("ascii").splitlines()]
+    return None if sum(numbers) == _EVERY_USER else int(Path("/proc/sys/kernel/overflowuid").read_text("ascii"))
 
 
 def _listen_under_another_name(listener: socket.socket, path: Path, backlog: int) -> None:

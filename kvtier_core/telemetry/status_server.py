@@ -85,6 +85,8 @@ class Server(ProcessBound):
         self._client, _ = self._listener.accept()
         with contextlib.ExitStack() as closing:
             client = closing.enter_context(self._client)
+            if not owner_socket.admits(client):
+                return
             asked = json.loads(_question(client))
             answer = self._answer(asked)
             if answer is not None:

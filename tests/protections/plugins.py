@@ -21,6 +21,7 @@ LOSSY = "plugins/kvtier_lossy/kvtier_lossy"
 LOSSY_TESTS = "plugins/kvtier_lossy/tests/test_lossy_layouts.py::"
 GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
 GDS_TROUBLE = "plugins/kvtier_gds/tests/test_gds_trouble.py::"
+OPENED_DISKS = "plugins/kvtier_disk/tests/test_disk_opened.py::"
 DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
 SHARED_DISK = "plugins/kvtier_disk/tests/test_shared_disk.py::"
@@ -355,9 +356,23 @@ MUTANTS = (
     Mutant(
         "frames-without-facts-take-no-room",
         DISK + "/namespaces.py",
-        "read_facts(root, name) is not None or any(",
-        "read_facts(root, name) is not None and any(",
-        DISK_TESTS + "test_a_namespace_without_facts_is_known_by_its_frames",
+        "is_made_folder(root.status(name)) or read_facts(",
+        "read_facts(",
+        DISK_TESTS + "test_a_namespace_without_facts_is_known_by_its_mark",
+    ),
+    Mutant(
+        "opened-frames-of-a-shared-folder-take-room",
+        DISK + "/shared_folder.py",
+        "            folder.clear_opened()\n",
+        "            pass\n",
+        OPENED_DISKS + "test_capacity_holds_over_passes_and_models[shared]",
+    ),
+    Mutant(
+        "opened-frames-give-no-bytes-back",
+        DISK + "/frames.py",
+        "status.st_uid == os.geteuid() and status.st_nlink == 1",
+        "not why_no_file(status)",
+        OPENED_DISKS + "test_a_running_disk_gets_back_the_bytes_of_opened_frames",
     ),
     Mutant(
         "facts-of-any-namespace",

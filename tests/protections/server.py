@@ -457,8 +457,8 @@ MUTANTS = (
     ),
     Mutant(
         "another-user-asks-on-the-socket",
-        "plugins/kvtier_serve/kvtier_serve/operators/access.py",
-        "return user in (0, os.geteuid())",
+        "kvtier_core/storekit/owner_socket.py",
+        "return credentials(client)[1] == 0 or not stranger(client)",
         "return True",
         "plugins/kvtier_serve/tests/test_strangers.py::test_every_listener_tells_a_stranger_at_most_whether_it_is_alive",
     ),

@@ -113,6 +113,20 @@ MUTANTS = (
         "tests/storekit/test_full_disk.py::test_newcomers_come_in_though_the_file_system_is_full",
     ),
     Mutant(
+        "a-store-is-emptied-for-room-that-others-take",
+        STORE_TIER + "/frame_table.py",
+        "self._closed = self._evicted or missing >= held",
+        "self._closed = missing >= held",
+        "tests/stack/test_failing_store.py::test_a_store_is_not_emptied_for_room_that_others_take",
+    ),
+    Mutant(
+        "empty-folders-stay",
+        "plugins/kvtier_disk/kvtier_disk/frames.py",
+        "                os.rmdir(self.folders[-1], dir_fd=above.fd)\n",
+        "                pass\n",
+        "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_of_frames_leaves_with_the_last_of_them",
+    ),
+    Mutant(
         "full-for-ever",
         STORE_TIER + "/frame_table.py",
         "if self._until is not None and now >= self._until:",

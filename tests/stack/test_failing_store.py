@@ -206,6 +206,36 @@ def test_a_frame_larger_than_the_tier_evicts_nothing():
     assert bench.has(A, B, C) == [True] * 3
 
 
+class Contested(Cramped):
+    """Somebody else takes what is deleted."""
+
+    def delete(self, keys):
+        self.room -= len(self.frames.keys() & set(keys))
+        super().delete(keys)
+
+
+def test_a_store_is_not_emptied_for_room_that_others_take():
+    """It is full after one round of evictions, and tried again each minute, until a write succeeds."""
+    bench = TierBench(frames=100, shelf=Contested(6))
+    keys = make_keys(200)
+    for number, key in enumerate(keys[:100]):
+        if number > 50:
+            bench.now += 61.0
+        bench.write(key)
+        bench.settle()
+    assert len(bench.shelf.frames) == 4
+    assert bench.tier.would_admit(keys[100:101]) == []
+    bench.events()
+    bench.write(keys[100])
+    assert bench.whys() == ["the store is full"]
+    bench.shelf.room = 100
+    bench.now += 61.0
+    for key in keys[-10:]:
+        bench.write(key)
+        bench.settle()
+    assert bench.has(*keys[-10:]) == [True] * 10
+
+
 def test_a_store_without_any_room_is_full_and_not_broken():
     bench = TierBench(frames=100, shelf=Cramped(0))
     for key in (A, B, C, D, E, F):

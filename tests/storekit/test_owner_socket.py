@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,8 @@ from sizes import some
 from kvtier_core.storekit import owner_socket
 
 RACERS, ROUNDS = 8, 12
+#: The user who stands for those that a user namespace has no number for.
+NOBODY = int(Path("/proc/sys/kernel/overflowuid").read_text())
 
 
 def racer(path: Path, gate: int, opening: int, verdicts: int) -> int:
@@ -118,3 +125,48 @@ def test_a_lock_of_another_user_is_not_waited_for(tmp_path):
     os.chown(tmp_path / "s.lock", 12345, 12345)
     with pytest.raises(PermissionError, match="belongs to another user"):
         owner_socket.listen(tmp_path / "s", 1)
+
+
+INSIDE = """
+import os, socket
+from kvtier_core.storekit import owner_socket
+ours, theirs = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+ours.bind("ours")
+os.chmod("ours", 0o777)
+ours.listen()
+print("listens", flush=True)
+client, _ = ours.accept()
+theirs.connect("theirs")
+for other in (client, theirs):
+    print(os.geteuid(), owner_socket.admits(other), owner_socket.stranger(other))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+def test_who_is_outside_of_a_user_namespace_is_not_the_user_whose_number_he_has_in_it():
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        os.chmod(folder, 0o777)  # a stranger reaches it
+        with socket.socket(socket.AF_UNIX) as theirs, socket.socket(socket.AF_UNIX) as client:
+            with a_stranger():
+                theirs.bind("theirs")
+                theirs.listen()
+            os.chmod("theirs", 0o777)
+            code = ["unshare", "--user", f"--map-user={NOBODY}", sys.executable, "-c", INSIDE]
+            with subprocess.Popen(code, stdout=subprocess.PIPE, text=True) as inside:
+                if inside.stdout.readline() != "listens\n":
+                    pytest.skip("no user namespace can be made here")
+                with a_stranger():
+                    client.connect("ours")
+                said = inside.stdout.read().splitlines()
+    assert len(said) == 2
+    for line in said:
+        assert re.fullmatch(rf"{NOBODY} False process \d+ of user {NOBODY}, who may be any user .*", line), line
+
+
+@contextlib.contextmanager
+def a_stranger():
+    os.seteuid(12345)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

@@ -30,6 +30,8 @@ class CapacityLimit:
     """
 
     def __init__(self, capacity: int):
+        self.rounds = 0  #: of evictions for a full store
+        self._evicted = False  # since a write has succeeded
         self._capacity = capacity
         self._reset()
 
@@ -44,7 +46,7 @@ class CapacityLimit:
         return self._lowered
 
     def open(self, now: float) -> bool:
-        """May anything be written? False while evicting every frame would not free enough space."""
+        """May anything be written? False while evictions would not free enough space, or did not."""
         self._restore(now)
         return not self._closed
 
@@ -52,11 +54,23 @@ class CapacityLimit:
         """Is the limit below the capacity now?"""
         return self.at(now) < self._capacity
 
-    def full(self, held: int, missing: int, now: float) -> None:
-        """The store is full, with ``held`` bytes of this tier; ``missing`` bytes must be deleted before a write."""
+    def full(self, held: int, missing: int, now: float, rounds: int) -> None:
+        """The store is full, with ``held`` bytes of this tier; ``missing`` bytes must be deleted before a write.
+
+        It said so to a write that began after ``rounds``. If the last one made no room, there is no other.
+        """
+        if rounds != self.rounds:
+            return  # frames have been evicted since
         self._until = now + _RETRY_AFTER
-        self._closed = missing >= held
+        self._closed = self._evicted or missing >= held
         self._lowered = min(self._lowered, max(held if self._closed else held - missing, 0))
+        if not self._closed:
+            self.rounds, self._evicted = rounds + 1, True
+
+    def took(self, rounds: int) -> None:
+        """A write has succeeded that began after so many rounds."""
+        if rounds == self.rounds:
+            self._evicted = False
 
     def close(self, now: float) -> None:
         """Write nothing for a while, and keep the present frames."""

@@ -121,14 +121,15 @@ class Writes:
     def _begin(self, group: _Group) -> None:
         self._begun += 1
         self.begun_nbytes += group.view_nbytes
+        rounds = self._table.limit.rounds
         self._calls.submit(
             group.keys,
             self._health.writes,
             lambda: write_frames(self._backend, group.codec, group.frames),
-            lambda call: self._ended(group, call),
+            lambda call: self._ended(group, call, rounds),
         )
 
-    def _ended(self, group: _Group, call: Call) -> None:
+    def _ended(self, group: _Group, call: Call, rounds: int) -> None:
         """A call has returned the size of each frame in the store, or the error that prevented storing it."""
         self._begun -= 1
         self.begun_nbytes -= group.view_nbytes
@@ -143,28 +144,27 @@ class Writes:
         if written := [key for key in group.keys if key in self._index]:
             nbytes = self._table.nbytes(written)
             self._health.report(EventKind.WRITTEN, written, nbytes=nbytes, seconds=call.seconds)
+            self._table.limit.took(rounds)
         self._release(group)
-        self._is_full(call.error)
+        if isinstance(call.error, StoreFull):
+            self._is_full(call.error, rounds)
 
     def _refuse(self, group: _Group, error: BackendError) -> None:
         """A write cannot begin for lack of space."""
         self._index.remove(group.keys)
         self._calls.fail(group.keys, self._health.writes, error)
         self._release(group)
-        self._is_full(error)
 
     def _release(self, group: _Group) -> None:
         self._deletes.delete_invalidated(group.keys)
         group.release(group.keys)
 
-    def _is_full(self, error: BaseException | None) -> None:
-        """Write less for a while if the store is full although the tier is below its capacity."""
-        if not isinstance(error, StoreFull):
-            return
+    def _is_full(self, error: StoreFull, rounds: int) -> None:
+        """Write less for a while: the store is full although the tier is below its capacity."""
         now = self._calls.clock()
         if self._backend.shared:  # frames that this tier has forgotten are still there
             return self._table.limit.close(now)
-        self._table.limit.full(self._table.stored_nbytes, error.missing, now)
+        self._table.limit.full(self._table.stored_nbytes, error.missing, now, rounds)
         self._deletes.make_room()
         self._deletes.evict_excess("the store is full")
 

@@ -186,7 +186,7 @@ class _Kept:
         if not self._fits:
             folder.remove_made(_NAME)
             undo.callback(folder.remove, _NAME)
-        return folder.open(_NAME, os.O_RDWR | os.O_CREAT, marked=True)
+        return folder.open(_NAME, os.O_RDWR | os.O_CREAT)
 
 
 def _allocate(file: io.FileIO, memory: mmap.mmap, begin: int, nbytes: int) -> None:

@@ -72,8 +72,7 @@ def write_unfinished(home: Folder, places: Sequence[Place], frames: Sequence[mem
         with contextlib.ExitStack() as opened:
             fds = []
             for place in places:
-                folder = place.folder(home, make=True)
-                fds.append(new_file(folder, unfinished(place.name, access.writer), os.O_WRONLY | access.flags))
+                fds.append(_new_file(home, _unfinished(place, access), os.O_WRONLY | access.flags))
                 opened.callback(os.close, fds[-1])
             write_files(fds, frames, ring=access.ring, direct=access.direct)
     except BaseException:
@@ -81,17 +80,30 @@ def write_unfinished(home: Folder, places: Sequence[Place], frames: Sequence[mem
         raise
 
 
+def _new_file(home: Folder, place: Place, flags: int) -> int:
+    while True:
+        try:
+            return new_file(place.folder(home, make=True), place.name, flags)
+        except FileNotFoundError:  # its folder was empty, and removed by another thread or process
+            if not os.fstat(home.fd).st_nlink:
+                raise
+
+
+def _unfinished(place: Place, access: Access) -> Place:
+    return attrs.evolve(place, name=unfinished(place.name, access.writer))
+
+
 def publish(home: Folder, place: Place, access: Access) -> None:
     """Give an unfinished file its final name, where it replaces an older frame."""
     folder = place.folder(home)
-    folder.rename(unfinished(place.name, access.writer), folder, place.name)
+    folder.rename(_unfinished(place, access).name, folder, place.name)
 
 
 def discard(home: Folder, places: Sequence[Place], access: Access) -> None:
     """Try to remove unfinished files. Raises nothing."""
     for place in places:
         with contextlib.suppress(OSError, BackendError):
-            place.folder(home).remove(unfinished(place.name, access.writer))
+            _unfinished(place, access).remove(home)
 
 
 def is_gone(outcome: object) -> bool:

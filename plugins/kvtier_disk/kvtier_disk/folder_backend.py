@@ -51,7 +51,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         with backend_errors(self._path):
             folder = self._namespace_folder(self._root.folder())
-            return [folder is not None and self._is_frame(place_of(key).nbytes(folder)) for key in keys]
+            return [folder is not None and self._is_frame(place_of(key).nbytes(folder, usable=True)) for key in keys]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         with backend_errors(self._path):

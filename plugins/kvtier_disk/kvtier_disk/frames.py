@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -43,8 +45,8 @@ class Place:
         """The whole path, for messages."""
         return path.joinpath(*self.folders, self.name)
 
-    def nbytes(self, base: Folder) -> int:
-        """The length of the file; 0 if there is none.
+    def nbytes(self, base: Folder, *, usable: bool = False) -> int:
+        """The length of the file; 0 if there is none of this user, or if it must be ``usable`` and others can reach it.
 
         The length, not the blocks on the disk: a frame has no holes, and the tier counts bytes of frames.
         """
@@ -52,14 +54,20 @@ class Place:
             status = self.folder(base).status(self.name)
         except (FileNotFoundError, NotADirectoryError):
             return 0
-        return 0 if why_no_file(status) else status.st_size
+        its = not why_no_file(status) if usable else status.st_uid == os.geteuid() and status.st_nlink == 1
+        return status.st_size if its and stat.S_ISREG(status.st_mode) else 0
 
     def remove(self, base: Folder) -> bool:
-        """Remove whatever is there, a file or not. Returns False if there is nothing."""
+        """Remove whatever is there, and its folder if that is empty then. Returns False if there is nothing."""
         try:
-            return self.folder(base).remove(self.name)
+            above = Place(self.folders[:-1], "").folder(base)
+            removed = self.folder(base).remove(self.name)
         except (FileNotFoundError, NotADirectoryError):
             return False
+        if self.folders:
+            with contextlib.suppress(OSError):  # others are in it
+                os.rmdir(self.folders[-1], dir_fd=above.fd)
+        return removed
 
 
 @attrs.frozen

@@ -7,14 +7,12 @@ Raises OSError, and BackendError for a refusal.
 from __future__ import annotations
 
 import contextlib
-import os
 
-from kvtier_core.errors import BackendError
 from kvtier_core.storekit import namespaces
-from kvtier_core.storekit.folder import Folder
+from kvtier_core.storekit.folder import Folder, is_made_folder
 from kvtier_core.storekit.namespaces import FACTS, home_of
-from kvtier_core.types import FRAME_MAGIC, Namespace
-from kvtier_disk.frames import Place, everything_of, unfinished
+from kvtier_core.types import Namespace
+from kvtier_disk.frames import unfinished
 
 
 def make_namespace_folder(root: Folder, namespace: Namespace, writer: str = "") -> Folder:
@@ -40,21 +38,8 @@ def read_facts(root: Folder, name: str) -> Namespace | None:
 
 
 def is_kvtiers(root: Folder, name: str) -> bool:
-    """Is this the folder of a namespace, or a folder of another program that is named like one?
-
-    Where a full disk or a power cut left no facts, it is one if a file in it begins as a frame does.
-    """
-    return read_facts(root, name) is not None or any(
-        _begins_as_a_frame(root, place) for place, _ in everything_of(root, name)
-    )
-
-
-def _begins_as_a_frame(root: Folder, place: Place) -> bool:
-    try:
-        with open(place.folder(root).open(place.name, os.O_RDONLY), "rb", buffering=0) as file:
-            return file.read(len(FRAME_MAGIC)) == FRAME_MAGIC
-    except (OSError, BackendError):
-        return False
+    """Is this the folder of a namespace, or a folder of another program that is named like one?"""
+    return is_made_folder(root.status(name)) or read_facts(root, name) is not None
 
 
 def remove_facts(root: Folder, name: str) -> None:

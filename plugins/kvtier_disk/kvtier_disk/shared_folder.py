@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.folder import Folder
+from kvtier_core.storekit.folder import Folder, NotOurs, nearest
 
 #: The file that marks the folder as shared; it also holds the account of a capacity.
 SHARED = ".kvtier-shared"
 
 
 def is_shared(folder: Folder) -> bool:
-    """Do several engines use this folder?"""
+    """Do several engines use this folder? Another user's file of that name says nothing."""
     try:
-        folder.status(SHARED)
+        return folder.status(SHARED).st_uid == os.geteuid()
     except FileNotFoundError:
         return False
-    return True
 
 
 def must_not_be_shared(folder: Folder) -> None:
@@ -43,9 +43,11 @@ class SharedFolder:
         self._known: os.stat_result | None = None
 
     def take(self) -> Folder:
-        """Make the folder if it is missing, mark it as shared, and return it."""
+        """Make the folder if it is missing, mark it as shared, and return it. What kubelet has opened is removed."""
         folder = Folder.at(self.path, make=True, looking=self._looking)
         self._know(folder)
+        if not self._looking:
+            folder.clear_opened()
         return folder
 
     def release(self) -> None:
@@ -62,6 +64,8 @@ class SharedFolder:
         try:
             folder = Folder.at(self.path, looking=self._looking)
         except FileNotFoundError:
+            if nearest(self.path).stat().st_dev != known.st_dev:
+                raise self._unmounted() from None
             return None
         status = os.fstat(folder.fd)
         if not os.path.samestat(status, known):
@@ -71,12 +75,10 @@ class SharedFolder:
         return folder
 
     def folder_again(self) -> Folder:
-        """The folder as it is now; made again if it was removed."""
-        if (folder := self.folder()) is not None:
-            return folder
-        above = next(parent for parent in self.path.parents if parent.exists())
-        if os.stat(above).st_dev != self._must_be_known().st_dev:
-            raise self._unmounted()
+        """The folder as it is now; made again if it was removed, or opened to a group."""
+        with contextlib.suppress(NotOurs):
+            if (folder := self.folder()) is not None:
+                return folder
         return self.take()
 
     def _know(self, folder: Folder) -> None:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import pytest
@@ -43,8 +44,9 @@ def read(backend, key):
 
 
 def files(path):
-    """All, but those that hold the facts of namespaces."""
-    return sorted(found for found in path.rglob("*") if found.is_file() and found.name != "namespace.json")
+    """All, but those that hold the facts of namespaces, and the lock."""
+    beside = "namespace.json", ".kvtier-lock"
+    return sorted(found for found in path.rglob("*") if found.is_file() and found.name not in beside)
 
 
 def file_of(path, key, model="tiny"):
@@ -101,9 +103,9 @@ def test_names_come_from_keys_and_no_other_user_may_look(tmp_path):
     home = make_namespace().digest.hex()[:16]
     (file,) = files(tmp_path / "kv")
     assert file == tmp_path / "kv" / home / key.hex()[:2] / f"{key.hex()}.kv"
-    assert stat.S_IMODE((tmp_path / "kv" / home / "namespace.json").stat().st_mode) == 0o600
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert [stat.S_IMODE(parent.stat().st_mode) for parent in list(file.parents)[:3]] == [0o700, 0o700, 0o4700]
+    assert stat.S_IMODE((tmp_path / "kv" / home / "namespace.json").stat().st_mode) == 0o1600
+    assert stat.S_IMODE(file.stat().st_mode) == 0o1600
+    assert [stat.S_IMODE(parent.stat().st_mode) for parent in list(file.parents)[:3]] == [0o4700] * 3
     disk.close()
 
 
@@ -207,7 +209,7 @@ def test_open_leaves_alone_what_kvtier_has_not_made(tmp_path):
 
 
 @pytest.mark.parametrize("torn", ["", "{", None], ids=["empty", "cut", "missing"])
-def test_a_namespace_without_facts_is_known_by_its_frames(tmp_path, torn):
+def test_a_namespace_without_facts_is_known_by_its_mark(tmp_path, torn):
     """As a full disk or a power cut leaves it: its frames count, and what is no frame leaves."""
     disk = open_disk(tmp_path, model="theirs")
     write(disk, *make_keys(2))
@@ -355,8 +357,8 @@ def test_a_removed_folder_is_made_again(tmp_path, gone):
     path = tmp_path / "kv"
     disk = open_disk(path)
     write(disk, *make_keys(4))
-    for folder in tmp_path.glob(gone):
-        shutil.rmtree(folder)
+    for found in tmp_path.glob(gone):
+        shutil.rmtree(found) if found.is_dir() else found.unlink()
     assert [read(disk, key) for key in make_keys(4)] == [b""] * 4
     assert not any(disk.contains(make_keys(4)))
     disk.delete(make_keys(4))
@@ -399,7 +401,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
 
 def test_a_folder_that_cannot_be_written(mounted):
     folder = mounted("tmpfs", "size=1m,ro")
-    with pytest.raises(BackendError, match="this user cannot write here"):
+    with pytest.raises(BackendError, match="Read-only file system"):
         open_disk(folder)
 
 
@@ -498,6 +500,40 @@ def test_a_full_disk_keeps_what_it_has(mounted, monkeypatch, direct, limit):
     disk.close()
 
 
+def test_a_folder_of_frames_leaves_with_the_last_of_them(mounted):
+    """It takes an inode, and a file system may have no other."""
+    folder = mounted("tmpfs", "nr_inodes=32")
+    disk = open_disk(folder, direct="off")
+    keys = {key[:1]: key for key in make_keys(100)}  # each has a folder of its own
+    written = []
+    with pytest.raises(BackendError, match="No space left on device"):
+        for key in list(keys.values()):
+            write(disk, key)
+            written.append(key)
+    for key in list(keys.values())[len(written) :]:
+        disk.delete(written[:1])
+        write(disk, key)
+        written = [*written[1:], key]
+    assert {file.parent.name for file in files(folder)} == {key.hex()[:2] for key in written}
+    disk.close()
+
+
+def test_a_folder_of_frames_leaves_beside_writes_to_it(tmp_path):
+    disk = open_disk(tmp_path, direct="off")
+    first, second = [key for key in make_keys(5000) if key[0] == 0][:2]
+
+    def writes_and_deletes(key):
+        for _ in range(300):
+            write(disk, key)
+            assert read(disk, key) == make_frame(key, nbytes=NBYTES)
+            disk.delete([key])
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(writes_and_deletes, key) for key in (first, second)]:
+            done.result()
+    disk.close()
+
+
 def test_a_file_that_may_not_grow_is_a_lasting_error(tmp_path):
     disk = open_disk(tmp_path, direct="off")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -517,14 +553,14 @@ def test_a_vanished_mount(mounted):
     write(disk, make_key(0))
     subprocess.run(["umount", "-l", str(folder)], check=True)
     for use in (read, write):  # nothing is written where the mount was
-        with pytest.raises(BackendError, match="not the folder that was opened"):
+        with pytest.raises(BackendError, match="not on the file system that was opened; is it mounted"):
             use(disk, make_key(0))
+    assert list(folder.iterdir()) == []
     folder.rmdir()
     folder.touch()
-    with pytest.raises(BackendError, match="not a folder"):
-        write(disk, make_key(0))
-    with pytest.raises(BackendError, match="Not a directory"):
-        read(disk, make_key(0))
+    for use in (read, write):
+        with pytest.raises(BackendError, match="Not a directory"):
+            use(disk, make_key(0))
     disk.close()
     folder.unlink()
     folder.mkdir()
@@ -576,7 +612,11 @@ def test_direct_where_the_filesystem_can(mounted, direct):
 def test_direct_where_the_filesystem_cannot(mounted):
     folder = mounted("ramfs")
     disk = open_disk(folder, direct="auto")
-    assert disk.facts() == {"path": str(folder), "direct": "auto -> off", "io": "auto -> calls"}
+    assert disk.facts() == {
+        "path": str(folder / f"kvtier-{os.geteuid()}"),
+        "direct": "auto -> off",
+        "io": "auto -> calls",
+    }
     disk.close()
     with pytest.raises(BackendError, match="direct is on, but writes cannot bypass the page cache"):
         open_disk(folder, direct="on")

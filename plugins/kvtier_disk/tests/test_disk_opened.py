@@ -15,13 +15,13 @@ NBYTES = 4 * FRAME_ALIGNMENT
 KEYS = make_keys(3)
 
 
-def open_disk(path, **settings):
+def open_disk(path, model="tiny", capacity=1 << 30, **settings):
     config = DiskConfig(path=path, direct="off", io="calls", min_free=Nbytes(0), **settings)
-    return config.open(make_context(namespace=make_namespace()))
+    return config.open(make_context(namespace=make_namespace(model), capacity=capacity))
 
 
-def write(disk, *keys):
-    disk.write(keys, [make_frame(key, nbytes=NBYTES) for key in keys])
+def write(disk, *keys, model="tiny"):
+    disk.write(keys, [make_frame(key, nbytes=NBYTES, namespace=make_namespace(model)) for key in keys])
 
 
 def read(disk, key):
@@ -66,3 +66,45 @@ def test_no_forged_frame_is_read_whenever_the_files_are_opened(tmp_path, shared)
         attempt(disk.close)
         line += 1
     assert lines > 50
+
+
+def nbytes_in(folder):
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return sum(size for size in sizes if size >= NBYTES)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+def test_capacity_holds_over_passes_and_models(tmp_path, shared):
+    """What other models stored before a pass is of no use, and takes no space."""
+    folder, most = tmp_path / "kv", 12 * NBYTES
+    keys = make_keys(110)
+    for start in range(100):
+        disk = open_disk(folder, str(start % 5), most, shared=shared)
+        write(disk, *keys[start : start + 10], model=str(start % 5))
+        assert nbytes_in(folder) <= most
+        disk.close()
+        kubelet_opens(folder)
+        assert nbytes_in(folder) == 10 * NBYTES
+
+
+def test_a_running_disk_gets_back_the_bytes_of_opened_frames(tmp_path):
+    disk = open_disk(tmp_path / "kv", capacity=4 * NBYTES)
+    write(disk, *KEYS)
+    free = disk.space.free
+    kubelet_opens(tmp_path / "kv")
+    assert not any(disk.contains(KEYS))
+    write(disk, KEYS[0])
+    assert disk.space.free == free
+    disk.delete(KEYS)
+    assert disk.space.free == 4 * NBYTES
+    disk.close()
+
+
+def test_a_running_shared_disk_begins_anew(tmp_path):
+    disk = open_disk(tmp_path / "kv", shared=True)
+    write(disk, *KEYS)
+    kubelet_opens(tmp_path / "kv")
+    write(disk, KEYS[0])
+    assert read(disk, KEYS[0]) == make_frame(KEYS[0], nbytes=NBYTES)
+    assert [attempt(read, disk, key) for key in KEYS[1:]] == [b""] * 2
+    disk.close()

@@ -103,8 +103,7 @@ def test_no_umask_opens_what_the_tier_makes(folder, no_umask):
     write(disk)
     assert {(path.is_dir(), mode(path)) for path in [folder, *folder.rglob("*")]} == {
         (True, 0o4700),
-        (True, 0o700),
-        (False, 0o600),
+        (False, 0o1600),
     }
     disk.close()
 
@@ -142,7 +141,7 @@ def test_a_folder_in_a_sticky_one_is_good_enough(tmp_path):
     """As in /tmp, or a tmpfs: nobody else can replace what is there."""
     tmp_path.chmod(0o1777)
     open_disk(tmp_path / "kv").close()
-    assert mode(home_in(tmp_path / "kv")) == 0o700
+    assert mode(home_in(tmp_path / "kv")) == 0o4700
 
 
 def plant_as_a_stranger(folder, plant, name):
@@ -179,15 +178,35 @@ def test_a_sticky_folder_is_refused_whatever_a_stranger_put_there(folder, no_uma
     assert os.listdir(folder) == [name]
 
 
+OTHER = make_namespace("other").digest.hex()[:16]
+#: The names that a tier has for something.
+NAMES = (".kvtier-shared", ".kvtier-lock", ".kvtier-evicting", ".kvtier-probe-0", "quarantine", OTHER, f"{OTHER}/00")
+OF_OURS = (home_in, lambda folder: home_in(folder) / "namespace.json", lambda folder: file_in(folder).parent, file_in)
+
+
 @only_root
-def test_the_count_of_a_shared_folder_is_not_a_strangers(folder, no_umask):
-    """Left from a time when the folder was open to all: it is named, so that somebody removes it."""
-    folder.mkdir()
-    folder.chmod(0o1777)
-    plant_as_a_stranger(folder, a_file, ".kvtier-shared")
-    folder.chmod(0o700)
-    with pytest.raises(BackendError, match=f"{folder}/.kvtier-shared: owned by user {STRANGER}; .*remove it"):
-        DiskConfig(path=folder, shared=True).open(make_context(namespace=make_namespace()))
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("kind", [a_file, a_folder])
+@pytest.mark.parametrize("place", [*NAMES, *OF_OURS], ids=[*NAMES, "home", "facts", "shard", "frame"])
+def test_what_another_user_left_in_the_folder_stops_nothing_and_stays(folder, no_umask, shared, kind, place):
+    """From a time when the folder was open to all."""
+    place = folder / place if isinstance(place, str) else place(folder)
+    place.parent.mkdir(parents=True)
+    place.parent.chmod(0o777)
+    plant_as_a_stranger(place.parent, kind, place.name)
+    theirs = place.stat().st_ino
+    for each in (folder, *place.parent.parents, place.parent):
+        if each.is_relative_to(folder):
+            each.chmod(0o700)
+    for found in (b"", make_frame(KEY, nbytes=NBYTES)):
+        ctx = make_context(namespace=make_namespace(), capacity=1 << 20)
+        disk = DiskConfig(path=folder, direct="off", min_free=Nbytes(0), shared=shared).open(ctx)
+        before = read(disk)
+        assert before == found or (not found and isinstance(before, BackendError)), "of this key alone"
+        write(disk)
+        assert read(disk) == make_frame(KEY, nbytes=NBYTES)
+        disk.close()
+    assert [path.stat().st_ino for path in folder.rglob("*") if path.stat().st_uid == STRANGER] == [theirs]
 
 
 @only_root

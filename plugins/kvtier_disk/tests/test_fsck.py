@@ -100,6 +100,7 @@ def test_repair_leaves_what_is_whole(folder, capsys):
     assert {file.name for file in folder.rglob("store/**/*") if file.is_file()} == {
         f"{WHOLE.hex()}.kv",
         "namespace.json",
+        ".kvtier-lock",
     }
     assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 0
     left = counts(capsys.readouterr().out)

@@ -73,10 +73,8 @@ class Slab:
             self.folder: Folder = self._lock.take()
             if not checking:
                 remove_probes(self.folder)
-                for name in (FRAMES, TABLE):
-                    self.folder.remove_opened(name)
             self.direct, self.ring = effective_access(path, self.folder, direct=direct, io=io)
-            opens, flags = (_nameless, os.O_RDWR) if checking else (_marked, os.O_RDWR | os.O_CREAT)
+            opens, flags = (_nameless, os.O_RDWR) if checking else (Folder.open, os.O_RDWR | os.O_CREAT)
             self.fd = opens(self.folder, FRAMES, flags | (os.O_DIRECT if self.direct else 0))
             undoing.callback(os.close, self.fd)
             self._table_fd = opens(self.folder, TABLE, flags)
@@ -207,10 +205,6 @@ def remove_slab(path: Path) -> None:
             with contextlib.suppress(NoFile):
                 folder.remove_made(entry.name)
         path.rmdir()
-
-
-def _marked(folder: Folder, name: str, flags: int) -> int:
-    return folder.open(name, flags, marked=True)
 
 
 def _nameless(folder: Folder, name: str, flags: int) -> int:

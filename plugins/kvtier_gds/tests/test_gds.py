@@ -55,7 +55,7 @@ def test_all_blocks_are_there_from_the_start_and_no_other_user_may_look(three):
     assert [file.stat().st_size for file in files] == [3 * NBYTES, 3 * NBYTES, 2 * NBYTES]
     assert all(file.stat().st_blocks * 512 >= file.stat().st_size for file in files)
     assert backend.facts()["preallocated"] == "on"
-    assert {stat.S_IMODE(each.stat().st_mode) for path in three for each in path.glob("*.json")} == {0o600}
+    assert {stat.S_IMODE(each.stat().st_mode) for path in three for each in path.glob("*.json")} == {0o1600}
     assert {stat.S_IMODE(each.stat().st_mode) for path in three for each in path.glob("kvtier.[st]*")} == {0o1600}
     assert {stat.S_IMODE(path.stat().st_mode) for path in three} == {0o4700}
     backend.close()

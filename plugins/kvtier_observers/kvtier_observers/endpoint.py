@@ -198,3 +198,7 @@ class _OwnersSocket(_Server, socketserver.UnixStreamServer):
         """A handler expects the address of a client, which a Unix socket lacks."""
         request, _ = super().get_request()
         return request, ("", 0)
+
+    def verify_request(self, request: Any, client: object) -> bool:
+        """Serve only this user and root."""
+        return super().verify_request(request, client) and owner_socket.admits(request)

@@ -6,12 +6,12 @@ import contextlib
 import os
 import select
 import socket
-import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtier_core.forks import ProcessBound
+from kvtier_core.storekit.owner_socket import credentials, stranger
 from kvtier_remote.protocol import HEADER, LONGEST, PREAMBLE, Header, ProtocolError, check_preamble
 
 #: Bytes received at a time.
@@ -20,7 +20,6 @@ _PIECE = 1 << 18
 #: than its own: so much memory it takes besides.
 _MOST_UNSENT, _BESIDES = 64 << 20, 512
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket
-_CREDENTIALS = struct.Struct("iII")
 
 
 class Closed(ProtocolError):
@@ -172,9 +171,8 @@ def connect(path: Path, files: int = 0) -> Connection:
     try:
         sock.setblocking(False)
         sock.connect(str(path))
-        pid, user, _ = credentials(sock)
-        if user != os.getuid():
-            raise ProtocolError(f"process {pid} of user {user} answers there; engines and server run as the same user")
+        if whose := stranger(sock):
+            raise ProtocolError(f"{whose} answers there; engines and server run as the same user")
         return Connection(sock, files)
     except BlockingIOError as error:
         sock.close()
@@ -189,11 +187,6 @@ def wait_for_end(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, 0)
     poll.poll()
-
-
-def credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end, as the kernel knows them."""
-    return _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
 
 
 def peer_process(sock: socket.socket) -> int:

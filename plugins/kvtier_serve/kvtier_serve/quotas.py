@@ -108,7 +108,8 @@ class QuotaBook:
         self._lost = ""
         new = f"{self._file.name}.new"
         try:
-            with self._lock, open(self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with self._lock, open(self._folder.open(new, flags, marked=False), "wb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(_written(self.now))) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -25,7 +25,7 @@ from kvtier_core.storekit import owner_socket
 from kvtier_core.telemetry.log_limit import LogLimit
 from kvtier_core.types import Namespace
 from kvtier_core.work.io_pool import Outcome, Then, Work, run
-from kvtier_remote.connection import Closed, Connection, credentials, peer_process
+from kvtier_remote.connection import Closed, Connection, peer_process
 from kvtier_remote.protocol import DONE, NAMES, REFUSED, Header, Opened, Opening, ProtocolError, arguments, encode
 from kvtier_serve.programs import Programs
 from kvtier_serve.quotas import QuotaBook, Quotas
@@ -212,13 +212,12 @@ class Server(ProcessBound):
         with contextlib.ExitStack() as closing:
             closing.callback(sock.close)
             try:
-                pid, user, _ = credentials(sock)
-                if user != os.getuid():
-                    self._warn(f"process {pid} of user {user} was refused", "engines and server run as the same user")
+                if whose := owner_socket.stranger(sock):
+                    self._warn(f"{whose} was refused", "engines and server run as the same user")
                     return
                 process = peer_process(sock)
                 closing.callback(os.close, process)
-                peer = _Peer(Connection(sock), process, pid)
+                peer = _Peer(Connection(sock), process, owner_socket.credentials(sock)[0])
             except (OSError, ProtocolError) as error:
                 self._warn("a connection was refused", str(error))
                 return

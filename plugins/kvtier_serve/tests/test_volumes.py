@@ -139,27 +139,75 @@ for folder, _, _ in os.walk('/cache'):
 
 def test_frames_that_kubelet_opened_to_a_group_are_not_used_and_the_tiers_start_all_the_same():
     """It gives all that is in a volume to its fsGroup at each start, unless fsGroupChangePolicy says otherwise."""
-    pod, user = Pod(0, GROUP, 0o2775), (USER, USER, (GROUP,))
-    uses(pod, user, "disk", "gds", "caches")
+    pod, user, kinds = Pod(0, GROUP, 0o2775), (USER, USER, (GROUP,)), ("disk", "shared", "gds", "keep", "caches")
+    uses(pod, user, *kinds)
     pod.kubelet_opens(GROUP)
-    uses(pod, user, "disk", "gds", "caches", starts=2)
+    uses(pod, user, *kinds, starts=2)
     pod.process("import os, json; print(json.dumps([oct(os.stat('/cache/disk').st_mode)]))", USER)
     said = pod.run()
     assert [json.loads(line) for line in "\n".join(said[:3]).splitlines() if line.startswith("{")] == [
-        dict.fromkeys(("disk", "gds", "caches"), outcome) for outcome in ("new", "new", "found")
+        {**dict.fromkeys(kinds, outcome), "keep": "new"} for outcome in ("new", "new", "found")
     ]
     assert said[2].count("/cache/disk: was made writable by its group") == 1
     assert "fsGroupChangePolicy: OnRootMismatch" in said[2]
     assert json.loads(said[3]) == ["0o46700"]
 
 
-def test_a_shared_folder_that_kubelet_opened_to_a_group_is_refused():
-    """Other engines may use it, so nothing in it is removed."""
+def test_whoever_has_locked_what_kubelet_opened_stops_no_start():
     pod, user = Pod(0, GROUP, 0o2775), (USER, USER, (GROUP,))
-    uses(pod, user, "shared")
+    kinds = "disk", "gds", "keep"
+    uses(pod, user, *kinds)
     pod.kubelet_opens(GROUP)
-    uses(pod, user, "shared")
-    assert "others can read or write it" in outcomes(pod)[1]["shared"]
+    lock = """
+import fcntl, os, signal
+for folder, _, files in os.walk("/cache"):
+    for path in (folder, *(os.path.join(folder, name) for name in files)):
+        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)
+if not os.fork():
+    with open("/tmp/holder", "w") as file:
+        file.write(str(os.getpid()))
+    for each in (1, 2):
+        os.close(each)
+    signal.alarm(600)
+    signal.pause()
+"""
+    pod.process(lock, STRANGER, STRANGER, (GROUP,))
+    uses(pod, user, *kinds, starts=2)
+    pod.process("import os; os.kill(int(open('/tmp/holder').read()), 9)", 0)
+    assert [each["disk"] for each in outcomes(pod)] == ["new", "new", "found"]
+
+
+def test_the_folder_in_a_volume_is_the_same_whoever_may_write_to_the_volume():
+    pod = Pod(USER, USER, 0o755)
+    uses(pod, (USER, USER), "disk", "gds", "keep", apart=False)
+    pod.process(f"import os; os.chown('/cache', {USER}, {GROUP}); os.chmod('/cache', 0o2775)", 0)
+    uses(pod, (USER, USER, (GROUP,)), "disk", "gds", apart=False)
+    assert outcomes(pod)[1] == {"disk": "found", "gds": "found"}
+
+
+def test_a_part_of_a_volume_is_a_volume():
+    """As subPath mounts it: a folder of the same file system."""
+    pod = Pod(0, GROUP, 0o2775)
+    mounts = f"""
+import os, subprocess
+os.mkdir('/cache/part')
+os.chown('/cache/part', 0, {GROUP})
+os.chmod('/cache/part', 0o2775)
+subprocess.run(['mount', '--bind', '/cache/part', '/cache/part'], check=True)
+"""
+    pod.process(mounts, 0)
+    uses(pod, (USER, USER, (GROUP,)), "disk", path="/cache/part", apart=False, starts=2)
+    assert [each["disk"] for each in outcomes(pod)] == ["new", "found"]
+
+
+def test_a_group_that_is_set_is_not_advised():
+    """As by a driver of volumes that ignores fsGroup."""
+    pod = Pod(0, GROUP, 0o2755)
+    uses(pod, (USER, USER, (GROUP,)), "disk", path="/cache/kvtier")
+    (refused,) = outcomes(pod)
+    assert (
+        f"let group {GROUP} write to it and name a folder in it" in refused["disk"] and "fsGroup" not in refused["disk"]
+    )
 
 
 def test_a_folder_that_was_opened_to_a_group_of_others_is_refused():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
 
 import pytest
 import torch
+from opened import kubelet_opens
 from patience import HANG
 from safetensors.torch import load_file, save_file
 
@@ -219,6 +221,18 @@ def test_readers_of_different_files_do_not_wait_for_each_other(tmp_path, monkeyp
     with Entry("weights", (("model.safetensors", 1),)).alone():
         threading.Thread(target=read_others, daemon=True).start()
         assert entered.wait(HANG)
+
+
+def test_one_reads_where_the_cache_was_opened_to_a_group(tmp_path, monkeypatch):
+    """As in a claim that has the home, at each start of its pod."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    entry = Entry("weights", (("model.safetensors", 1),))
+    for _ in range(2):
+        with entry.alone():
+            (lock,) = (tmp_path / "kvtier" / "digests").iterdir()
+            with open(lock) as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kubelet_opens(tmp_path / "kvtier" / "digests")
 
 
 # -- of an engine ------------------------------------------------------------------------------------------

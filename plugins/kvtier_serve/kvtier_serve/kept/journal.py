@@ -220,7 +220,7 @@ class Journal:
         """Replace the file with a summary of all records: `spaces`. All other slots are free. Raises OSError."""
         new = f"{_NAME}.new"
         self._folder.remove_made(new)
-        file = self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, marked=True)
+        file = self._folder.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             self._nbytes = os.write(file, _MAGIC)
             for record in self._summary():

@@ -22,7 +22,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtier_core.errors import ContractError
 from kvtier_core.storekit.user_folders import user_secret
 from kvtier_core.telemetry.log_limit import LogLimit
-from kvtier_remote.connection import credentials
 
 #: The environment variables with the token for everything, and with the one for what changes nothing.
 TOKEN, READ_TOKEN = "KVTIER_HTTP_TOKEN", "KVTIER_HTTP_READ_TOKEN"
@@ -104,12 +103,6 @@ def _closing(send: Send) -> Send:
         await send(message)
 
     return closing
-
-
-def admits(client: socket.socket) -> bool:
-    """May the client that has connected to this user's Unix socket ask everything?"""
-    _, user, _ = credentials(client)
-    return user in (0, os.geteuid())
 
 
 def is_loopback(host: str) -> bool:

@@ -18,7 +18,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from kvtier_remote.connection import credentials
+from kvtier_core.storekit import owner_socket
 
 logger = logging.getLogger("kvtier")
 
@@ -126,7 +126,7 @@ class _Client(H11Protocol):
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         if sock.family == socket.AF_UNIX:  # the log names the user, as it does the host of others
-            pid, user, _ = credentials(sock)
+            pid, user, _ = owner_socket.credentials(sock)
             self.client = f"user {user}, process {pid}", 0
 
     def connection_lost(self, exc: Exception | None) -> None:

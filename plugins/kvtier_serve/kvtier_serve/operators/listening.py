@@ -20,7 +20,7 @@ from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.forks import ProcessBound
 from kvtier_core.storekit import owner_socket
 from kvtier_core.work.io_pool import run_aside
-from kvtier_serve.operators.access import Apps, Gate, admits, link
+from kvtier_serve.operators.access import Apps, Gate, link
 from kvtier_serve.operators.asking import host_and_port
 from kvtier_serve.operators.clients import Listener
 from kvtier_serve.operators.openapi import FOR_GET, REFUSALS, UNPROVEN
@@ -61,7 +61,8 @@ class Listening(ProcessBound):
 
     def open_socket(self, path: Path) -> None:
         """Answer this user, and root, at a Unix socket. Raises OSError if the socket is not available."""
-        self._serve(Listener(self._kept(owner_socket.listen(path, _BACKLOG)), self._apps.operators, admits=admits))
+        listening = self._kept(owner_socket.listen(path, _BACKLOG))
+        self._serve(Listener(listening, self._apps.operators, admits=owner_socket.admits))
 
     def open_port(self, host: str, port: int, certificate: str | None = None, key: str | None = None) -> int:
         """Answer those who have a token at an address, over TLS if there is a certificate. Returns the port.
