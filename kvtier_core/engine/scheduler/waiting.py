@@ -168,7 +168,7 @@ class Waiting:
         loading, total, told = self._clock() - state.load.begun, state.load.sources.total(), []
         for tier, tokens in state.load.sources.items():
             waited, avoided = state.wait.seconds.pop(tier, 0.0) + loading * tokens / total, self.speed.seconds(tokens)
-            request = state.view.request_id
+            request = state.name
             if avoided is None:
                 self._unpriced[tier] += tokens
                 told += [Event(EventKind.WAITED, tier, seconds=waited, tokens=tokens, why=NOT_KNOWN, request=request)]
@@ -191,7 +191,7 @@ def _wasted(state: RequestState) -> list[Event]:
     """The waits of a request for tiers from which it loads nothing."""
     waits, state.wait.seconds = state.wait.seconds, {}
     return [
-        Event(EventKind.WAITED, tier, seconds=seconds, request=state.view.request_id)
+        Event(EventKind.WAITED, tier, seconds=seconds, request=state.name)
         for tier, seconds in waits.items()
         if tier and seconds
     ]

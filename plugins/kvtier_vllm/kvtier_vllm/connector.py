@@ -37,6 +37,7 @@ from kvtier_core.engine.messages import Refusal, StepPlan, WorkerProgress, Worke
 from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.start import worker_reports as reports
 from kvtier_core.engine.worker.side import WorkerSide
+from kvtier_core.outside import printable
 from kvtier_core.types import ChunkKey
 from kvtier_core.work.io_pool import run
 from kvtier_vllm import groups, kv_events, layout, log, speculation, versions
@@ -211,7 +212,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """A request joins vLLM's queue. If this engine is not served, its log line says why."""
         if self._refusal:
-            logger.info("kvtier: %s: hit 0 of %d tokens: %s", request.request_id, request.num_tokens, self._refusal)
+            name = printable(request.request_id)
+            logger.info("kvtier: %s: hit 0 of %d tokens: %s", name, request.num_tokens, self._refusal)
         self._arrived(request)
 
     @guarded()
