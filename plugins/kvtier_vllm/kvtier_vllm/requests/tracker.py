@@ -13,7 +13,7 @@ from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.outside import Printable, printable, stand_in
 from kvtier_vllm.requests.disaggregation import computed_elsewhere, is_continued_elsewhere
 from kvtier_vllm.requests.fields import Unidentified
-from kvtier_vllm.requests.hints import hints_of
+from kvtier_vllm.requests.hints import UnreadWords, hints_of
 from kvtier_vllm.requests.identity import Identifier, RequestIdentity
 from kvtier_vllm.requests.items import content
 from kvtier_vllm.requests.names import CachedNames
@@ -42,6 +42,7 @@ class RequestTracker:
         self._reads_handovers = reads_handovers
         self._identifier = identifier or Identifier()
         self._names = names or CachedNames()
+        self._unread = UnreadWords()
         self._tracked: dict[str, _Tracked] = {}
 
     def __len__(self) -> int:
@@ -61,6 +62,7 @@ class RequestTracker:
                 said = request.kv_transfer_params
                 tracked.continued_elsewhere = is_continued_elsewhere(said)
                 tracked.computed_elsewhere = computed_elsewhere(said, request.num_prompt_tokens)
+            self._unread.look(request.kv_transfer_params, tracked.hints)
             self._tracked[request.request_id] = tracked
             if adapter := request.lora_request:
                 self._names.note_adapter(stand_in(adapter.lora_name), self._identifier.adapter(adapter))
