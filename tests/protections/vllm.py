@@ -23,6 +23,20 @@ MUTANTS = (
         BESIDE + "test_beside_others_kvtier_leaves_words_about_prefill_and_decode_to_them",
     ),
     Mutant(
+        "engines-that-failed-are-told-as-holding",
+        CONNECTOR,
+        "if self._kv_events and (epoch != self.side.epoch or self.side.loads_nothing):",
+        "if self._kv_events and epoch != self.side.epoch:",
+        EVENTS + "test_an_engine_that_no_longer_loads_holds_nothing_for_a_router",
+    ),
+    Mutant(
+        "producers-are-told-as-holding",
+        CONNECTOR,
+        "side.loads_nothing or kv_events.obstacle(published)",
+        "kv_events.obstacle(published)",
+        EVENTS + "test_an_engine_that_only_stores_tells_routers_of_no_tier_and_the_log_says_so",
+    ),
+    Mutant(
         "routers-forget",
         KV_EVENTS,
         "if self._table is not self._pool.cached_block_hash_to_block:",

@@ -205,6 +205,11 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
                 self._count(state, {})
 
     @property
+    def loads_nothing(self) -> str:
+        """Why no request is given anything that the tiers hold; empty if some may be."""
+        return self._self_test.failure if self._may_load else "this engine is configured to store only"
+
+    @property
     def storing(self) -> set[ChunkKey]:
         """Chunks that are being stored."""
         return self._stores.jobs.keys
@@ -377,10 +382,8 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
 
     def _why_no_lookup(self, state: RequestState) -> str:
         """Why nothing is looked up for a request; empty if something is."""
-        if not self._may_load:
-            return "this engine is configured to store only"
-        if self._self_test.failure:
-            return self._self_test.failure
+        if self.loads_nothing:
+            return self.loads_nothing
         if state.bypass:
             return state.bypass.reason
         if state.load.failed:

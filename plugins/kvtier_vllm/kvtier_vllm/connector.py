@@ -191,7 +191,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         whole = groups.whole(self._kv_cache_config, self._vllm_config.parallel_config)
         kinds = versions.kinds_in_events(kv_cache_manager, self._kv_cache_config)
         published = [kv_events.Group(each, size, kinds[each]) for each, size in whole.items() if not size % hash_tokens]
-        if obstacle := kv_events.obstacle(published):
+        if obstacle := side.loads_nothing or kv_events.obstacle(published):
             logger.info("kvtier: vLLM's KV events do not cover these tiers: %s", obstacle)
             return
         tokens = side.chunk_tokens, hash_tokens
@@ -277,7 +277,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Pass the progress of the workers to the scheduler side."""
         epoch = self.side.epoch
         self.side.progress(result_of(connector_output))
-        if self._kv_events and epoch != self.side.epoch:
+        if self._kv_events and (epoch != self.side.epoch or self.side.loads_nothing):
             self._kv_events.clear()
 
     @guarded()

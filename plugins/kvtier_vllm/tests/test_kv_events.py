@@ -41,6 +41,7 @@ from kvtier_core.config.server_client import server_client, server_path
 from kvtier_core.engine.messages import WorkerProgress
 from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.step import StepResult
+from kvtier_core.engine.worker.side import WorkerSide
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Stack
@@ -634,6 +635,35 @@ def test_events_of_lost_chunks_are_retracted(engine, router, monkeypatch):
         assert served.connector.side is None, "kvtier has failed"
         listen(served, router)
         assert not router.held["CPU"]
+
+
+def test_an_engine_that_no_longer_loads_holds_nothing_for_a_router(engine, router, monkeypatch):
+    with engine(cpu(), kv_events_config=router.config, enable_prefix_caching=True) as served:
+        router.join(served)
+        served.ask(ASKED, tokens=1)
+        settle(served, router)
+        assert len(router.held["CPU"]) == 10 * CHUNK // BLOCK
+        monkeypatch.setattr(WorkerSide, "store", lambda self, plan: 1 / 0)
+        served.ask(OTHER, tokens=1)
+        settle(served, router)
+        assert served.connector.side.loads_nothing == "rank 0 failed; see its log"
+        assert not router.held["CPU"]
+        assert served.llm.reset_prefix_cache()
+        served.ask(ASKED, tokens=1)
+        settle(served, router)
+        assert not router.held["CPU"]
+
+
+def test_an_engine_that_only_stores_tells_routers_of_no_tier_and_the_log_says_so(engine, router, said):
+    told = {"kv_events_config": router.config, "enable_prefix_caching": True, "kv_role": "kv_producer"}
+    with engine(cpu(), **told) as served:
+        why = "this engine is configured to store only"
+        assert f"kvtier: vLLM's KV events do not cover these tiers: {why}" in said()
+        router.join(served)
+        served.ask(ASKED, tokens=1)
+        settle(served, router)
+        assert served.manager.usage()[0].chunks == 10
+        assert {event.medium for event in router.events} == {"GPU"}
 
 
 def test_of_a_hybrid_model_the_groups_that_keep_every_token_are_told(engine, router, tmp_path):
