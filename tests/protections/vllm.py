@@ -23,6 +23,20 @@ MUTANTS = (
         BESIDE + "test_beside_others_kvtier_leaves_words_about_prefill_and_decode_to_them",
     ),
     Mutant(
+        "held-means-readable-now",
+        KV_EVENTS,
+        "self._media.keys() & place.held",
+        "self._media.keys() & place.tiers",
+        EVENTS + "test_what_a_disk_in_trouble_holds_is_told",
+    ),
+    Mutant(
+        "late-arrivals-find-no-name",
+        KV_EVENTS,
+        "if place.arrives and key not in self._published:",
+        "if False:",
+        EVENTS + "test_a_chunk_that_arrives_after_its_request_gave_up_is_told",
+    ),
+    Mutant(
         "engines-that-failed-are-told-as-holding",
         CONNECTOR,
         "if self._kv_events and (epoch != self.side.epoch or self.side.loads_nothing):",

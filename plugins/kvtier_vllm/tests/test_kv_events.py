@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -42,10 +43,12 @@ from kvtier_core.engine.messages import WorkerProgress
 from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.step import StepResult
 from kvtier_core.engine.worker.side import WorkerSide
+from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import Whereabouts
+from kvtier_core.stack.store_tier import health
 from kvtier_core.types import ChunkKey, Event, EventKind
 from kvtier_testing.samples import make_context, make_group
 from kvtier_vllm import kv_events
@@ -182,8 +185,8 @@ def requested(request_id: str, asked: Sequence[int], block: int = BLOCK) -> Requ
     return Request(request_id, list(asked), SamplingParams(max_tokens=1), None, block_hasher=hasher)
 
 
-def opened(*tiers: dict[str, Any]) -> StackConfig:
-    values = {"version": 1, "chunk_tokens": CHUNK, "load": "always", "load_wait": "60s", "tiers": list(tiers)}
+def opened(*tiers: dict[str, Any], load_wait: str = "60s") -> StackConfig:
+    values = {"version": 1, "chunk_tokens": CHUNK, "load": "always", "load_wait": load_wait, "tiers": list(tiers)}
     return load_config(values, Registry.of(kvtier_disk.plugin))
 
 
@@ -273,16 +276,22 @@ class Traffic:
         self._running.append(self.host.arrive(request_id, asked))
         return self._running[-1]
 
+    def computed(self, asked: Sequence[int]) -> None:
+        """Ask, and step until all of it is computed or loaded."""
+        request = self.ask(asked)
+        while request.computed < len(asked):
+            self.host.step()
+        self._running.remove(request)
+        self.host.finish(request)
+
     def end(self) -> None:
         """Finish all requests and ask for each prompt again, one after the other, so that all that is held is named."""
-        self._finish()
+        self.finish()
         for asked in {tuple(each): each for each in self.asked.values()}.values():
-            request = self.ask(asked)
-            while request.computed < len(asked):
-                self.host.step()
-            self._finish()
+            self.computed(asked)
+            self.finish()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         while self._running:
             self.host.finish(self._running.pop())
         for _ in range(2):  # a server's answers about one step come with the next
@@ -513,7 +522,7 @@ def test_a_chunk_is_told_when_a_server_has_said_where_it_is(router):
     told.keep(())  # it is loaded, or was stored before
     assert not heard(told, router)
     ((path, then),) = stack.due
-    then([Whereabouts(("heap",))] * len(path))
+    then([Whereabouts(("heap",), held=("heap",))] * len(path))
     assert heard(told, router) == blocks
     told.observe([Event(EventKind.EVICTED, "heap", (CHUNK_KEY,))])
     assert not heard(told, router)
@@ -527,8 +536,64 @@ def test_a_chunk_is_told_when_its_store_ends_before_the_server_tells_of_it(route
     ((_, then),) = stack.due
     told.observe([Event(EventKind.STORED, "heap", (CHUNK_KEY,))])
     assert not heard(told, router)
-    then([Whereabouts(("heap",))])
+    then([Whereabouts(("heap",), held=("heap",))])
     assert heard(told, router) == blocks
+
+
+def test_a_chunk_that_arrives_after_its_request_gave_up_is_told(router):
+    told, stack, blocks = one_chunk()
+    told.keep(())
+    ((_, then),) = stack.due
+    then([Whereabouts((), "on its way into heap", arrives=True)])
+    told.keep(())
+    assert len(stack.due) == 1, "a step asks for nothing that waits"
+    told.observe([Event(EventKind.READ, "a shared store", (CHUNK_KEY,))])
+    assert not heard(told, router)
+    told.observe([Event(EventKind.PROMOTED, "heap", (CHUNK_KEY,))])
+    assert heard(told, router) == blocks
+
+
+@pytest.mark.parametrize("kind", [EventKind.IO_ERROR, EventKind.MISSING, EventKind.CORRUPT])
+def test_the_request_of_a_chunk_that_does_not_arrive_is_forgotten(router, kind):
+    told, stack, _ = one_chunk()
+    told.keep(())
+    ((_, then),) = stack.due
+    then([Whereabouts((), "on its way into heap", arrives=True)])
+    told.observe([Event(kind, "a shared store", (CHUNK_KEY,))])
+    assert not told._arriving
+
+
+@pytest.mark.parametrize("trouble", ["hangs", "fails"])
+def test_what_a_disk_in_trouble_holds_is_told(tmp_path, monkeypatch, trouble):
+    """A read that ends after its request has given up, and a breaker that is open while the request computes."""
+    disk = {"type": "disk", "path": str(tmp_path), "capacity": "64MiB", "min_free": "0B"}
+    config = opened({"type": "heap", "capacity": "64MiB"}, disk, load_wait="1ms")
+    first = Traffic(Uncopied(config, blocks=100, budget=CHUNK), random.Random(0))
+    others = [prompt(seed, 2 * CHUNK) for seed in range(8)]
+    for each in (ASKED, *others):
+        first.computed(each)
+    first.finish()
+    first.host.side.close()
+    monkeypatch.setattr(health, "_FIRST_PAUSE", HANG)
+    second = Traffic(Uncopied(config, blocks=100, budget=CHUNK), random.Random(0))
+    (store,) = second.host.manager.tiers
+    goes_on, read = threading.Event(), store.backend.read
+
+    def in_trouble(*arguments):
+        if trouble == "fails" and not goes_on.is_set():
+            raise BackendError("it fails")
+        assert goes_on.wait(HANG)
+        return read(*arguments)
+
+    monkeypatch.setattr(store.backend, "read", in_trouble)
+    if trouble == "fails":
+        for other in others:
+            second.computed(other)
+        assert not store.can_read
+    second.computed(ASKED)
+    goes_on.set()
+    second.finish()
+    assert second.view["STORAGE"] >= set(block_hashes(ASKED)[: 10 * CHUNK // BLOCK])
 
 
 def test_an_answer_about_what_was_forgotten_meanwhile_tells_nothing(router):
@@ -536,7 +601,7 @@ def test_an_answer_about_what_was_forgotten_meanwhile_tells_nothing(router):
     told.keep(())
     told.clear()
     ((path, then),) = stack.due
-    then([Whereabouts(("heap",))] * len(path))
+    then([Whereabouts(("heap",), held=("heap",))] * len(path))
     assert not heard(told, router)
 
 
