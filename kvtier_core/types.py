@@ -189,7 +189,7 @@ class Event:
     seconds: float = 0.0  #: its duration; 0 if unknown
     tokens: int = 0  #: of a request; for WAITED: loaded tokens whose computing time is unknown
     usage: Usage | None = None  #: only for USAGE
-    request: str = ""  #: the request's id, of events of a request
+    request: str = ""  #: the request's id, printable, of events of a request
     traceparent: str = ""  #: for ARRIVED: the trace context that the request's trace continues (W3C Trace Context)
     at: float = attrs.field(factory=time.time, eq=False)  #: when it was noticed, in seconds since 1970
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import attrs
 
-from kvtier_core import errors, hookspecs, interfaces, layouts, types
+from kvtier_core import errors, hookspecs, interfaces, layouts, outside, types
 from kvtier_core.forks import ProcessBound
 from kvtier_core.storekit import shared_space
 from kvtier_core.transfer import host_mover
 
 GOLDEN = Path(__file__).with_name("api_v1.txt")
 #: What a plugin may import; of `transfer` and `storekit` what the plugins of this repository use.
-MODULES = (errors, types, layouts, interfaces, hookspecs)
+MODULES = (errors, outside, types, layouts, interfaces, hookspecs)
 OFFERED = {host_mover: ("HostMover",), shared_space: ("SharedSpace",)}
 
 

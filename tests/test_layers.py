@@ -18,7 +18,7 @@ CORE = "kvtier_core"
 
 #: From the ground up: each imports only what stands above it in this list.
 FLOORS = [
-    "forks errors native _native",
+    "forks errors outside native _native",
     "work",
     "types",
     "packed_form",
@@ -40,7 +40,7 @@ FLOORS = [
     "cli",
 ]
 #: What a plugin may use of the core. Its tests may also use `testing`.
-FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "hookspecs", "transfer", "storekit", "work"}
+FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "outside", "hookspecs", "transfer", "storekit", "work"}
 #: Packages beside the core that are released with it, and may use all of it.
 PRODUCTS = {
     "kvtier_doctor",

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from kvtier_core.outside import Printable
+
 
 @attrs.frozen
 class Bypass:
@@ -53,7 +55,7 @@ class RequestView:
     reads_cache: bool = True  #: False: the client asked not to read cached prefixes
     computed_tokens: int = 0  #: tokens, from the first one on, whose KV the engine counts as computed
     preemptions: int = 0  #: number of times that the engine has preempted it
-    traceparent: str = ""  #: continues the trace of its client (W3C Trace Context)
+    traceparent: Printable = Printable("")  #: continues the trace of its client (W3C Trace Context)
     continued_elsewhere: bool = False  #: another engine continues its prompt; False if it has not ended well
     computed_elsewhere: int = 0  #: tokens of its prompt, from the first one on, that another engine has just computed
 

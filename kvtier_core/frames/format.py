@@ -30,6 +30,7 @@ from kvtier_core.frames.identity import (
     SealIdentity,
 )
 from kvtier_core.layouts import Part
+from kvtier_core.outside import printable
 from kvtier_core.types import (
     FRAME_ALIGNMENT,
     FRAME_HEADER_NBYTES,
@@ -116,7 +117,7 @@ class Header(NamedTuple):
     @property
     def codec(self) -> CodecIdentity:
         """The codec that encoded the payload."""
-        name = self.codec_type.rstrip(b"\0").decode(errors="replace")
+        name = printable(self.codec_type.rstrip(b"\0").decode(errors="replace"))
         return CodecIdentity(name, self.codec_digest, bool(self.flags & _LOSSLESS))
 
     @property

@@ -34,7 +34,7 @@ _REUSES = 3
 #: Number of powers of two of new chunks in a request that are distinguished.
 _SIZES = 10
 #: The hint that no request will continue this one. It is not a command: its value is learned.
-_HINT, _ENDS = "session", "ends"
+HINT, _ENDS = "session", "ends"
 #: Number of ghosts for each held key, and the least number that is kept.
 _GHOSTS = 4
 _FEW = 64
@@ -108,7 +108,7 @@ class Gittins(EvictionPolicy):
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         self._grow_older(now)
         size = min(sum(key not in self._group for key in path).bit_length(), self._sizes - 1)
-        kind = size + self._sizes if hints.get(_HINT) == _ENDS else size
+        kind = size + self._sizes if hints.get(HINT) == _ENDS else size
         fresh: dict[int, _Group] = {}
         for key in reversed(path):  # leaf before root, so that a prefix is evicted last of its group
             before = self._group.get(key)

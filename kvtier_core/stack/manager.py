@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import Medium, SupportsNamespaces
 from kvtier_core.layouts import ChunkLayout
+from kvtier_core.outside import printable
 from kvtier_core.stack.admission import AdmissionPlan, Level, Reservations
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
@@ -418,7 +419,7 @@ class StorageManager(Stack):
         if not others:
             return ""
         count, tier, differences = min(others)
-        name, here, there = differences[0]
+        name, here, there = map(printable, differences[0])
         more = f", and {count - 1} more facts differ" if count > 1 else ""
         return f"{tier} holds another namespace: {name} was {there or 'not there'}, is {here or 'not there'}{more}"
 

@@ -130,3 +130,5 @@ class Whereabouts:
 
     tiers: tuple[str, ...]  #: the tiers it can be loaded from, hottest first
     miss_reason: str = ""  #: why no tier can supply it
+    held: tuple[str, ...] = ()  #: the tiers that have it, also those that cannot supply it at this moment
+    arrives: bool = False  #: is it on its way into an arena?

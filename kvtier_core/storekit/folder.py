@@ -24,6 +24,7 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
+from kvtier_core.outside import LONGEST_PATH, printable
 
 #: The folder of one of several engines is called this, followed by its number.
 _REPLICA = "replica-"
@@ -440,4 +441,4 @@ def backend_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BackendError(f"{error.filename or path}: {error.strerror}") from error
+        raise BackendError(f"{printable(str(error.filename or path), LONGEST_PATH)}: {error.strerror}") from error

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import logging
 import os
-import re
 import secrets
 import time
 from collections import Counter, deque
@@ -17,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from kvtier_core.outside import BEGINNING, Printable, printable
 from kvtier_core.storekit.owner_socket import sweep
 from kvtier_core.storekit.user_folders import runtime_folder
 from kvtier_core.telemetry.readings import Readings
@@ -35,6 +35,7 @@ PATTERN = "status-*.sock"
 #: Number of tenants counted apart. The one with the fewest tokens makes room for a new one, and joins the others.
 _APART = 64
 OTHERS = "others"
+_PREFIXES = ("", "cmpl-", "chatcmpl-")
 _numbers = itertools.count(1)
 
 
@@ -95,7 +96,7 @@ class StatusPage:
         self._server = opened.value
         logger.info("kvtier: status at %s, for kvtier status and kvtier top", self._server.path)
 
-    def note(self, request: str, **told: Any) -> None:
+    def note(self, request: Printable, **told: Any) -> None:
         """Remember the hit line of a request, which is being logged."""
         if self._server is not None:
             self._recent.append({"request": request, "at": time.time(), **told})
@@ -168,11 +169,12 @@ class StatusPage:
         return {"error": "expected one of: status, request, requests, prompt"}
 
     def _explain(self, request_id: str) -> Answer:
-        """The hit lines of a request. vLLM appends digits to the ids that clients know."""
+        """The hit lines of a request. vLLM puts a prefix before the ids that clients know, and digits after them."""
         known = list(self._recent)
-        whole = re.compile(rf"(?:cmpl-|chatcmpl-)?{re.escape(request_id)}(?:-.*)?")
-        exact = [told for told in known if told["request"] == request_id]
-        found = exact or [told for told in known if whole.fullmatch(told["request"])]
+        exact = [told for told in known if told["request"] == printable(request_id)]
+        ids = [f"{prefix}{request_id}" for prefix in _PREFIXES]
+        whole, begin = set(map(printable, ids)), tuple(printable(f"{each}-")[:BEGINNING] for each in ids)
+        found = exact or [told for told in known if told["request"] in whole or told["request"].startswith(begin)]
         return {"found": found, "remembered": _REMEMBERED}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import pty
@@ -15,10 +16,12 @@ import subprocess
 import sys
 import termios
 import threading
+import tracemalloc
 
 import pyte
 import pytest
 from fake_host import CHUNK, FRAME, Host
+from outsiders import TEXTS, assert_tame
 from patience import HANG
 
 import kvtier_disk.plugin
@@ -274,6 +277,55 @@ def test_a_request_is_explained_by_its_hit_line(host, path, capsys):
     assert told.startswith("other: hit 32 of 35 tokens, ") and told.endswith(" s ago: heap 32\n")
     assert main(["explain", "third", "--socket", str(path)]) == 1
     assert "third: no engine knows this request" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_the_id_of_a_request_forges_no_line_and_is_found(host, path, capsys, caplog, text):
+    caplog.set_level("DEBUG", "kvtier")
+    served = host()
+    served.ask(text, PROMPT)
+    served.late_loads = 3
+    request = served.submit("loads " + text, PROMPT)
+    served.step()
+    served.side._log_pins()
+    served.run(request)
+    (told,) = served.side.status.recent(1)
+    assert_tame(*caplog.messages)
+    assert any("still holds" in line for line in caplog.messages)
+    capsys.readouterr()
+    for asked in (text[: 1 << 16], text[:8], told["request"], ""):
+        main(["explain", *filter(None, [asked]), "--socket", str(path)])
+        shown = capsys.readouterr()
+        assert_tame(*shown.out.split("\n"))
+    assert main(["explain", told["request"], "--socket", str(path)]) == 0
+
+
+@pytest.mark.parametrize("length", [8, 100, 111, 120, 128, 129, 300])
+@pytest.mark.parametrize("form", ["{}", "cmpl-{}-0-1234abcd", "chatcmpl-{}-1234abcd", "chatcmpl-{}"])
+def test_a_request_is_found_by_its_id_however_long_it_is(host, path, capsys, form, length):
+    served = host()
+    asked = ("0123456789" * 30)[:length]
+    served.ask(form.format(asked), PROMPT), served.ask("another", PROMPT)
+    for known in (asked, form.format(asked), served.side.status.recent(2)[0]["request"]):
+        assert main(["explain", known, "--socket", str(path)]) == 0
+        assert capsys.readouterr().out.count("\n") == 1
+    assert main(["explain", "9" + asked, "--socket", str(path)]) == 1
+
+
+def test_what_is_remembered_of_a_request_does_not_grow_with_its_id(host):
+    served = host()
+    served.ask("first", PROMPT)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(20):
+            served.ask(f"{number}{TEXTS['long']}", PROMPT)
+        served.plans.clear()
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < len(TEXTS["long"]) / 5
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_last_ten_requests_are_listed(host, path, capsys):

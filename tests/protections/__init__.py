@@ -10,6 +10,7 @@ from protections import (
     hosts,
     identity,
     lookups,
+    outside,
     plugins,
     server,
     stack,
@@ -18,5 +19,8 @@ from protections import (
     vllm,
 )
 
-ROOMS = (identity, vllm, hosts, engine, server, fleet, stack, lookups, frames, transfer, storekit, plugins, commands)
+ROOMS = (
+    *(identity, vllm, hosts, engine, server, fleet, stack, lookups),
+    *(frames, transfer, storekit, plugins, commands, outside),
+)
 MUTANTS = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -315,8 +315,8 @@ MUTANTS = (
     Mutant(
         "one-engine-stops-the-reads-of-all",
         SESSIONS,
-        "        self._stopped[tier] = why\n",
-        "        self.space.stack.stop_direct_reads(tier, why)\n",
+        "why = self._stopped[tier] = printable(why)",
+        "self.space.stack.stop_direct_reads(tier, why)",
         SLAB_TESTS + "test_frames_pass_through_memory_for_an_engine_without_direct_reads_alone",
     ),
     Mutant(

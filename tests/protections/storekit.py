@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "errors-of-the-system-escape",
         STOREKIT + "/folder.py",
-        'raise BackendError(f"{error.filename or path}: {error.strerror}") from error',
+        'raise BackendError(f"{printable(str(error.filename or path), LONGEST_PATH)}: {error.strerror}") from error',
         "raise",
         "plugins/kvtier_disk/tests/test_disk_trouble.py",
     ),

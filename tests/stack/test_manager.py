@@ -8,6 +8,7 @@ import pytest
 from benches import MISS, PENDING, READY, StackBench
 from machine import LAYOUT, NAMESPACE, Shelf
 from manual_pool import ManualPool
+from outsiders import TEXTS, assert_tame
 from patience import HANG
 
 from kvtier_core.errors import ContractError
@@ -636,6 +637,15 @@ def test_a_cold_start_is_explained_by_the_namespace_that_differs_least(bench, mo
     )
     bench.store(OURS)
     assert bench.manager.why_cold() == ""
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_the_facts_of_a_strangers_namespace_forge_no_line(bench, monkeypatch, text):
+    foreign = [Namespace.of({text: "x"}), Namespace.of({**dict(NAMESPACE.facts), "dtype": text})]
+    monkeypatch.setattr(bench.shelves[0], "drop_namespace", lambda: None, raising=False)
+    for each in foreign:
+        monkeypatch.setattr(bench.shelves[0], "namespaces", lambda each=each: iter([each]), raising=False)
+        assert_tame(bench.manager.why_cold())
 
 
 def test_a_store_that_cannot_tell_its_namespaces_explains_nothing(bench, monkeypatch):

@@ -7,8 +7,10 @@ import stat
 
 import pytest
 from opened import kubelet_opens
+from outsiders import TEXTS, assert_tame
 
-from kvtier_core.storekit.folder import Folder, NoFile, NotOurs
+from kvtier_core.errors import BackendError
+from kvtier_core.storekit.folder import Folder, NoFile, NotOurs, backend_errors
 
 STRANGER = 12345
 
@@ -107,3 +109,11 @@ def test_a_name_that_another_users_file_has_is_free(tmp_path):
         theirs = [path for path in tmp_path.iterdir() if path.stat().st_uid == STRANGER]
         assert [path.read_bytes() for path in theirs if path.is_file()] == [b"precious"] * 3 and len(theirs) == 4
         assert not any(folder.remove(path.name) for path in theirs)
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS.values() if not {"\0", "\ud800"} & set(text)])
+def test_the_name_of_a_file_that_cannot_be_used_forges_no_line(tmp_path, text):
+    (tmp_path / text[:200]).mkdir()
+    with pytest.raises(BackendError) as failed, backend_errors(tmp_path):
+        (tmp_path / text[:200]).read_bytes()
+    assert_tame(str(failed.value), longest=5000)

@@ -163,7 +163,7 @@ class Handovers:
 
     def _report(self, state: RequestState, kept: int, lost: int, reason: str, why: str) -> None:
         """Count the chunks of a prompt that are kept and those that are not; if none is, log ``why`` in full."""
-        tier, request = next(iter(self._stack.media), ""), state.view.request_id
+        tier, request = next(iter(self._stack.media), ""), state.name
         if kept:
             self._tell([Event(EventKind.HANDED_OVER, tier, tokens=kept * self._chunk_tokens, request=request)])
         if lost:

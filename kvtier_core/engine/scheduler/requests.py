@@ -18,6 +18,7 @@ from kvtier_core.engine.scheduler.provenance import Ahead, Trust
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout, chunk_key
+from kvtier_core.outside import Printable, printable
 from kvtier_core.stack.interface import Lookups
 from kvtier_core.stack.outcomes import Declined, Lookup, Missing, TooSmall
 from kvtier_core.telemetry.readings import DECLINED, NOT_ASKED
@@ -83,6 +84,7 @@ class RequestState:
     """The state of an unfinished request on the scheduler side."""
 
     view: RequestView  #: the latest one
+    name: Printable  #: its id, for people
     since: float  #: when it was first seen
     holder: str  #: the holder of its pins in the stack; unique, even among requests with the same id
     bypass: Bypass | None = None
@@ -112,7 +114,7 @@ class RequestState:
                 tuple(keys),
                 layout.payloads_nbytes(keys),
                 seconds=seconds,
-                request=self.view.request_id,
+                request=self.name,
             )
             for at, keys in self.load.frames.items()
         ]
@@ -136,7 +138,7 @@ class RequestState:
             here = rest.chunks if asked and isinstance(rest, Declined) and rest.tier == tier else 0
             declined = min(here * chunk_tokens, left - hit)
             missed = left - hit - declined if asked else 0
-            waited, request = self.wait.total, self.view.request_id
+            waited, request = self.wait.total, self.name
             events += [
                 Event(kind, tier, tokens=tokens, why=why, seconds=waited, request=request, at=answered)
                 for kind, tokens, why in (
@@ -185,8 +187,9 @@ class Requests:
         """Note the latest view of a request. The first call tells the stack's policies about its path."""
         state = self._states.get(view.request_id)
         if state is None:
-            holder = f"request {view.request_id} ({next(self._arrivals)})"
-            state = self._states[view.request_id] = RequestState(view, self._clock(), holder)
+            name = printable(view.request_id)
+            holder = f"request {name} ({next(self._arrivals)})"
+            state = self._states[view.request_id] = RequestState(view, name, self._clock(), holder)
             if not isinstance(view.identity, Bypass):
                 self._stack.on_request(self.keys(state, view.tokens), view.hints, view.identity.salt)
         if isinstance(view.identity, Bypass):

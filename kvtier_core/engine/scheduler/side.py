@@ -26,6 +26,7 @@ from kvtier_core.engine.step import BlockTables, Step, StepResult
 from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
+from kvtier_core.outside import printable
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import Arriving, Declined, Lookup, Terms, TooSmall
 from kvtier_core.telemetry.event_log import EventLog
@@ -204,6 +205,11 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
                 self._count(state, {})
 
     @property
+    def loads_nothing(self) -> str:
+        """Why no request is given anything that the tiers hold; empty if some may be."""
+        return self._self_test.failure if self._may_load else "this engine is configured to store only"
+
+    @property
     def storing(self) -> set[ChunkKey]:
         """Chunks that are being stored."""
         return self._stores.jobs.keys
@@ -365,7 +371,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
     # -- inside ----------------------------------------------------------------------------------------
 
     def _tell_of(self, kind: EventKind, state: RequestState, **known: Any) -> None:
-        self.events.tell([Event(kind, "", request=state.view.request_id, tokens=state.view.tokens, **known)])
+        self.events.tell([Event(kind, "", request=state.name, tokens=state.view.tokens, **known)])
 
     def _tell_of_path(self, state: RequestState, first: int, end: int) -> None:
         for listener in self.path_listeners:
@@ -376,10 +382,8 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
 
     def _why_no_lookup(self, state: RequestState) -> str:
         """Why nothing is looked up for a request; empty if something is."""
-        if not self._may_load:
-            return "this engine is configured to store only"
-        if self._self_test.failure:
-            return self._self_test.failure
+        if self.loads_nothing:
+            return self.loads_nothing
         if state.bypass:
             return state.bypass.reason
         if state.load.failed:
@@ -408,10 +412,10 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         match = state.match
         had = f" (the engine had {match.computed})" if match.computed else ""
         why = match.reason + (self._waiting.explain(state, tokens) if tokens else "")
-        asked, tiers = state.view, dict(state.load.sources if tokens else {})
-        logger.info("kvtier: %s: hit %d of %d tokens%s: %s", asked.request_id, tokens, asked.tokens, had, why)
-        told = {"tokens": asked.tokens, "loaded": tokens, "engine_had": match.computed, "tiers": tiers, "why": why}
-        self.status.note(asked.request_id, waited=state.wait.total, **told)
+        asked, tiers = state.view.tokens, dict(state.load.sources if tokens else {})
+        logger.info("kvtier: %s: hit %d of %d tokens%s: %s", state.name, tokens, asked, had, why)
+        told = {"tokens": asked, "loaded": tokens, "engine_had": match.computed, "tiers": tiers, "why": why}
+        self.status.note(state.name, waited=state.wait.total, **told)
 
     def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:
         """Count a request's tokens: after a load that ended well, the ``hits`` of each tier."""
@@ -424,7 +428,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
     def _where(self, tokens: Sequence[int]) -> Mapping[str, Any]:
         """The places of a prompt's chunks now."""
         view = RequestView("explained", tokens, len(tokens), KVIdentity())
-        path = self._requests.keys(RequestState(view, 0.0, ""), len(tokens))
+        path = self._requests.keys(RequestState(view, printable(view.request_id), 0.0, ""), len(tokens))
         places = zip(path, self.manager.whereabouts(path), strict=True)
         chunks = [{"key": key.hex(), **attrs.asdict(place)} for key, place in places]
         return {"tokens": len(tokens), "chunk_tokens": self.chunk_tokens, "chunks": chunks}

@@ -193,7 +193,7 @@ class Waiting:
     def loaded(self, state: RequestState) -> Sequence[Event]:
         """The load of a request has ended well. Returns events with the seconds waited for each tier, and saved."""
         loading, total, told = self._clock() - state.load.begun, state.load.sources.total(), []
-        computing, request = self.speed.seconds(total), state.view.request_id
+        computing, request = self.speed.seconds(total), state.name
         for tier, tokens in state.load.sources.items():
             waited = state.wait.seconds.pop(tier, 0.0) + loading * tokens / total
             if computing is None:
@@ -218,7 +218,7 @@ def _wasted(state: RequestState) -> list[Event]:
     """The waits of a request for tiers from which it loads nothing."""
     waits, state.wait.seconds = state.wait.seconds, {}
     return [
-        Event(EventKind.WAITED, tier, seconds=seconds, request=state.view.request_id)
+        Event(EventKind.WAITED, tier, seconds=seconds, request=state.name)
         for tier, seconds in waits.items()
         if tier and seconds
     ]

@@ -47,15 +47,16 @@ class Search(abc.ABC):
         """See `Stack.whereabouts`."""
         arenas = [arena.name for arena in self._arenas if arena.has(key)]
         stores = [tier.name for tier in self._tiers if tier.leasable([key])]
+        held = (*arenas, *(tier.name for tier in self._tiers if tier.holds(key)))
         if arenas or stores:
-            return Whereabouts((*arenas, *stores))
+            return Whereabouts((*arenas, *stores), held=held)
         if arena := self._arriving(key):
-            return Whereabouts((), f"on its way into {arena.name}")
+            return Whereabouts((), f"on its way into {arena.name}", held, arrives=True)
         reason = self._miss_reason(key)
         shared = [tier.name for tier in self._tiers if tier.backend.shared]
         if reason == _NOT_STORED and shared:
             reason = f"not known here; {', '.join(shared)}: queried when a request names it"
-        return Whereabouts((), reason)
+        return Whereabouts((), reason, held)
 
     @property
     def _room_ahead(self) -> int:

@@ -152,6 +152,10 @@ class StoreTier:
         """Can the frame of this key be read into a slot now?"""
         return self.readable([key]) == 1
 
+    def holds(self, key: ChunkKey) -> bool:
+        """Is the frame of this key in the store, and not about to leave, even if it cannot be read now?"""
+        return any(self._table.readable([key], 0, use) for use in (Use.READING, Use.DIRECT_READ))
+
     def miss_reason(self, key: ChunkKey) -> str:
         """Why a frame that is in the store cannot be read now; empty if the store is not known to have it."""
         if key in self.incompatible:

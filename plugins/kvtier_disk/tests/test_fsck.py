@@ -13,6 +13,7 @@ from pathlib import Path
 import attrs
 import pytest
 from disks import btrfs
+from outsiders import TEXTS, assert_tame
 
 from kvtier_core.cli import main
 from kvtier_core.encoding.codec import FrameCodec
@@ -185,6 +186,35 @@ def test_other_objects_in_place_of_frames_are_reported_and_removed(folder, capsy
     assert not os.path.lexists(planted)
     assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 0
     assert [file.name for file in folder.rglob("*.kv")] == [whole.name]
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS.values() if not {"\0", "\ud800"} & set(text)])
+def test_the_name_of_a_file_forges_no_line(folder, capsys, text):
+    assert main(["fsck", "disk", "--config", "kvtier.yaml", "--repair"]) == 0
+    (whole,) = folder.rglob("*.kv")
+    whole.with_name(text[:200]).touch()
+    capsys.readouterr()
+    for arguments in ([], ["--repair"]):
+        main(["fsck", "disk", "--config", "kvtier.yaml", *arguments])
+        out, err = capsys.readouterr()
+        assert text[:5] in out
+        assert_tame(*out.split("\n"), *err.split("\n"))
+    assert main(["fsck", "disk", "--config", "kvtier.yaml"]) == 0
+
+
+def test_the_name_of_a_codec_forges_no_line(folder, capsys):
+    assert main(["fsck", "disk", "--config", "kvtier.yaml", "--repair"]) == 0
+    disk = DiskConfig(path=folder / "store").open(make_context())
+    frame = make_frame(TORN, nbytes=NBYTES)
+    forged = CodecIdentity("a\nb\33[2J", bytes(range(32)), lossless=True)
+    seal(frame, make_namespace(), TORN, NBYTES - FRAME_ALIGNMENT, codec=forged)
+    disk.write([TORN], [frame])
+    disk.close()
+    capsys.readouterr()
+    main(["fsck", "disk", "--config", "kvtier.yaml"])
+    out = capsys.readouterr().out
+    assert "codec a\\nb\\x1b[2J" in out
+    assert_tame(*out.split("\n"))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from kvtier_core.errors import BackendError, Gone
 from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_of, payload_pieces
 from kvtier_core.frames.identity import PACKED, RAW, CodecIdentity, Protection, identity_of
 from kvtier_core.interfaces import SerializerConfig, Stored
+from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.stack.store_tier.policy_state import key_of
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Nbytes
 
@@ -160,10 +161,11 @@ class _Report:
                 continue
             self.counts[finding] += 1
             self.nbytes[finding] += stored.nbytes
+            where, why = printable(stored.where, LONGEST_PATH), printable(why, LONGEST_PATH)
             removed = finding in self.removable and self._remove(stored)
             if finding not in (Finding.WHOLE, Finding.POLICY):
-                self.output.say(f"{finding.value}: {stored.where}: {why}{': removed' if removed else ''}")
-                self.listed.append({"finding": finding.value, "where": stored.where, "why": why, "removed": removed})
+                self.output.say(f"{finding.value}: {where}: {why}{': removed' if removed else ''}")
+                self.listed.append({"finding": finding.value, "where": where, "why": why, "removed": removed})
                 self.left += finding not in _HARMLESS and not removed
 
     def print_totals(self) -> None:
@@ -217,6 +219,6 @@ class _Report:
         except Gone:
             return True
         except BackendError as error:
-            self.output.warn(str(error))
+            self.output.warn(printable(str(error), LONGEST_PATH))
             return False
         return True

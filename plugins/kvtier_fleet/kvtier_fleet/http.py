@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvtier_core.errors import BackendError
+from kvtier_core.outside import printable
 from kvtier_fleet.fleet import Fleet
 from kvtier_fleet.seen import Seen
 from kvtier_serve.operators.console import OPERATIONS, Operation
@@ -42,11 +43,11 @@ class FleetHTTP(Listening):
             asked = await decoded(request, operation.body) if operation.body else None
             if isinstance(asked, Response):
                 return asked
-            path = operation.path.format(**{name: quote(each, safe="") for name, each in request.path_params.items()})
-            on = request.query_params.getlist("on")
+            named = {field: quote(printable(name), safe="") for field, name in request.path_params.items()}
+            path, on = operation.path.format(**named), request.query_params.getlist("on")
             if operation.changes:
-                who = request.client.host if request.client else "unknown"
-                logger.info("kvtier: operator %s: %s %s on %s", who, operation.method, path, ", ".join(on) or "all")
+                who, where = request.client.host if request.client else "unknown", printable(", ".join(on)) or "all"
+                logger.info("kvtier: operator %s: %s %s on %s", who, operation.method, path, where)
             try:
                 return await asyncio.to_thread(self._answer, operation, path, asked, on)
             except BackendError as error:

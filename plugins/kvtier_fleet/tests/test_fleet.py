@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
+from outsiders import TEXTS, assert_tame
 from patience import HANG, wait_until
 from served import FRAME, LAYOUT, PATIENT, Serving, config_of
 from servers.redis import make_certificate
@@ -329,6 +331,46 @@ def test_fifty_servers_of_which_some_are_killed_stopped_or_old(nodes, fleet, tmp
         assert len(told["servers"]) == 1, "the others never had an engine, and say so"
         assert told["silent"].keys() == {node.name for node in made} - {alive[0].name}
     wait_until(lambda: fleet(alive, "status")[2] == 0)
+
+
+@pytest.mark.parametrize("text", [text[:9999] for text in TEXTS.values()], ids=TEXTS)
+def test_what_a_server_says_forges_no_line(fleet, text):
+    tier = {"tier": text, "nbytes": 1, "capacity": 1, "chunks": 1, "can_read": False, "can_write": True, "events": {}}
+    space = {"namespace": text, "model": text, "engines": 1, "asked": 1, "found": 1, "tiers": [tier]}
+    told = {"boot": text, "uptime": 1.0, "at": 1.0, "sessions": 1, "memory": [], "namespaces": [space]}
+    for status, body in ((200, told), (409, {"error": text}), (200, {text: text})):
+        with answering(status, json.dumps(body).encode()) as address:
+            out, err, _ = fleet([address], "status")
+            assert_tame(*out.split("\n"), *err.split("\n"), longest=10000)
+            assert err
+
+
+def test_a_server_of_another_protocol_forges_no_line(fleet):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
+
+        def answer():
+            client, _ = listening.accept()
+            with client:
+                client.sendall(b"a line\33[2J\0 forged\r\n")
+                client.recv(1 << 16)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        _, err, status = fleet([f"127.0.0.1:{listening.getsockname()[1]}"], "status")
+        thread.join()
+    assert status == 1 and r"a line\x1b[2J\x00 forged" in err
+    assert_tame(*err.split("\n"))
+
+
+def test_an_operators_words_forge_no_line_in_the_log(nodes, asking, caplog):
+    caplog.set_level("INFO", "kvtier")
+    url = asking(nodes(1))
+    for text in (text[:9999] for text in TEXTS.values() if "\ud800" not in text):
+        named = {"params": {"on": [text, "none"]}, "headers": BEARER, "timeout": HANG}
+        assert httpx.post(f"{url}/clear", json={}, **named).status_code == 409
+        assert httpx.delete(f"{url}/pins/{quote(text, safe='')}", **named).status_code == 409
+    assert sum("operator" in line for line in caplog.messages) == 2 * (len(TEXTS) - 1)
+    assert_tame(*caplog.messages)
 
 
 def test_a_name_stands_for_all_its_addresses_and_a_server_is_counted_once(nodes, fleet, monkeypatch):

@@ -30,6 +30,7 @@ from lmcache.v1.platform import create_event_notifier
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
+from kvtier_core.outside import printable
 from kvtier_hosts.model_pages import ModelPages, Page
 from kvtier_hosts.pages import PageStore
 
@@ -39,6 +40,8 @@ logger = logging.getLogger("kvtier")
 _STORE, _LOOKUP, _LOAD = "put", "contains", "get"
 #: Begins a job in a store for keys with these names, which have these numbers in a task, and returns the ticket.
 _Call = Callable[[PageStore, Sequence[bytes], Sequence[int]], int]
+#: Models that are logged because they are not served: clients of the host name them.
+_MOST_REFUSED = 64
 _FIELDS = operator.attrgetter(*(field.name for field in dataclasses.fields(ObjectKey)))
 
 
@@ -88,7 +91,7 @@ class KVTierL2Adapter(L2AdapterInterface):
         self._numbers = itertools.count()
         self._tasks: dict[str, dict[int, _Task]] = {kind: {} for kind in self._events}
         self._calls: dict[tuple[str, int], _Task] = {}  # by model and ticket
-        self._refused: set[tuple[str, str]] = set()  # by model and reason
+        self._refused: set[tuple[str, str]] = set()  # models, and the reasons
         self._models: dict[str, ModelPages] = {}
         facts = {"host": f"LMCache {lmcache.__version__}"}
         options = {"replicas": len(models), "told": self._signal}
@@ -190,9 +193,10 @@ class KVTierL2Adapter(L2AdapterInterface):
         else:
             return self._models[model]
         with self._lock:
-            if (model, why) not in self._refused:
-                self._refused.add((model, why))
-                logger.warning("kvtier: objects of %s are neither stored nor found: %s", model, why)
+            refused = printable(model), why
+            if refused not in self._refused and len(self._refused) < _MOST_REFUSED:
+                self._refused.add(refused)
+                logger.warning("kvtier: objects of %s are neither stored nor found: %s", *refused)
         return None
 
     def _draw_results(self) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from outsiders import TEXTS, assert_tame
 from patience import HANG, wait_until
 from servers.redis import one_server
 
@@ -270,6 +271,15 @@ def test_a_model_that_is_not_named_is_refused(adapter, caplog):
     told = "objects of org/strange are neither stored nor found: its weights are unknown; name their folder"
     assert caplog.text.count(told) == 1
     assert not serving.store([KEYS[0], *strange]), "a task fails as a whole"
+
+
+def test_models_that_clients_name_forge_no_line_and_fill_no_log(adapter, caplog):
+    serving = adapter()
+    caplog.clear()
+    for name in (*TEXTS.values(), *map(str, range(100))):
+        assert serving.lookup([key(0, model_name=name)]) == []
+    assert sum("neither stored nor found" in line for line in caplog.messages) == 64
+    assert_tame(*caplog.messages)
 
 
 def test_objects_of_another_shape_or_encoded_by_lmcache_are_refused(adapter, caplog):

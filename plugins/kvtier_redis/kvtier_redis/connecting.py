@@ -17,7 +17,8 @@ from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 
 from kvtier_core.errors import BackendError
-from kvtier_redis.link import Deadline, Link, ServerError, plain
+from kvtier_core.outside import printable
+from kvtier_redis.link import Deadline, Link, ServerError
 from kvtier_redis.settings import RedisSettings
 
 _PORT = 6379
@@ -180,7 +181,7 @@ def named(where: object, error: BaseException) -> BaseException:
     if isinstance(error, (TimeoutError, redis.TimeoutError)):
         return BackendError(f"{where}: no answer in time")
     if isinstance(error, (BackendError, *FAILURES)):
-        return BackendError(f"{where}: {plain(getattr(error, 'strerror', None) or str(error))}")
+        return BackendError(f"{where}: {printable(getattr(error, 'strerror', None) or str(error))}")
     return error
 
 

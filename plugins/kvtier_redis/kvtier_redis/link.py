@@ -14,10 +14,10 @@ import hiredis
 from redis.connection import AbstractConnection
 
 from kvtier_core.errors import BackendError
+from kvtier_core.outside import printable
 
 #: Bytes received at once for the line before a payload: those of the payload among them are copied, so these are few.
 _AHEAD = 64
-_LONGEST_ERROR = 200
 _LONGEST_LINE = 1 << 10
 _CHUNK = 1 << 16
 #: The most bytes of an answer that is parsed, and not received into a view.
@@ -51,7 +51,7 @@ class ServerError(BackendError):
     """The error that the server returned instead of a result."""
 
     def __init__(self, told: str, *, where: str = "", code: str = ""):
-        told = plain(told)
+        told = printable(told)
         super().__init__(f"{where}: {told}" if where else told)
         self.code = code or told.partition(" ")[0]  #: the first word of the answer: OOM, NOAUTH, MOVED
 
@@ -220,11 +220,6 @@ def unless_refused(answers: list[Any]) -> list[Any]:
         if isinstance(answer, ServerError):
             raise answer
     return answers
-
-
-def plain(told: str) -> str:
-    """The text of a server, as a log may show it."""
-    return "".join(each if each.isprintable() else "?" for each in told[:_LONGEST_ERROR])
 
 
 def command(*words: bytes | str | int) -> bytes:

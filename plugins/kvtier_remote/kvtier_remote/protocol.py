@@ -54,7 +54,7 @@ Key = Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=KEY_NBYTES)]
 Path = Annotated[list[Key], Meta(max_length=MOST_CHUNKS)]
 Parts = Annotated[list[Key], Meta(max_length=MOST_RESERVED)]
 Holder = Annotated[str, Meta(max_length=1024)]
-Salt = Annotated[bytes, Meta(max_length=1024)]
+Salt = Annotated[bytes, Meta(max_length=2048)]
 Names = Annotated[list[str], Meta(max_length=64)]
 Hints = Annotated[dict[str, str], Meta(max_length=64)]
 

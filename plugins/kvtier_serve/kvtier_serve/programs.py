@@ -20,6 +20,7 @@ from pathlib import Path
 import attrs
 
 from kvtier_core.config.model import ProgramConfig
+from kvtier_core.outside import printable
 from kvtier_core.work.io_pool import run, run_aside
 
 logger = logging.getLogger("kvtier")
@@ -206,7 +207,7 @@ class _Program:
             self._begun = b""
         for line in lines:
             for begin in range(0, len(line.rstrip()), _LINE):
-                text = line[begin : begin + _LINE].decode(errors="replace").rstrip()
+                text = printable(line[begin : begin + _LINE].decode(errors="replace").rstrip(), 4 * _LINE)
                 logger.info("kvtier: program %s: %s", self.config.name, text)
         return len(lines)
 

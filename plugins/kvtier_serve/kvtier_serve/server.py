@@ -21,6 +21,7 @@ import attrs
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import KvtierError
 from kvtier_core.forks import ProcessBound
+from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.storekit import owner_socket
 from kvtier_core.telemetry.log_limit import LogLimit
 from kvtier_core.types import Namespace
@@ -376,6 +377,7 @@ class Server(ProcessBound):
     def _open(self, peer: _Peer, answer: Then, opening: Opening) -> None:
         if peer.session is not None:
             raise ProtocolError("a connection has one session")
+        opening = attrs.evolve(opening, model=printable(opening.model, LONGEST_PATH), engine=printable(opening.engine))
 
         def opened(outcome: Outcome) -> Opened:
             space = self._space_for(peer, outcome)

@@ -18,6 +18,7 @@ from kvtier_core.config.open import FAILS_REQUESTS
 from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
+from kvtier_core.outside import printable
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.outcomes import Terms, Whereabouts
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, Usage
@@ -159,8 +160,8 @@ class Session:
     def stop_direct_reads(self, tier: str, why: str) -> None:
         """For this engine alone."""
         self.space.stack.store_tier(tier)
+        why = self._stopped[tier] = printable(why)
         logger.info("kvtier: session %d: frames of %s pass through an arena: %s", self.number, tier, why)
-        self._stopped[tier] = why
         holders = list(self._holders[self.space])
         self.space.stack.release_frames(tier, holders)
         for own in holders:

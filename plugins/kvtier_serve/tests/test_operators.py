@@ -10,11 +10,13 @@ import shutil
 import ssl
 import threading
 import time
+from urllib.parse import quote
 
 import httpx
 import jsonschema
 import pytest
 from engine_process import OWN
+from outsiders import TEXTS, assert_tame
 from patience import HANG, wait_until
 from served import LAYOUT, serving
 from servers.redis import make_certificate
@@ -22,6 +24,7 @@ from shown_page import shown_by_page
 
 from kvtier_core.builtin.chained import Chained
 from kvtier_core.errors import ContractError
+from kvtier_core.outside import stand_in
 from kvtier_core.types import Slot
 from kvtier_serve.lent_arena import LentArena
 from kvtier_serve.operators.access import READ_TOKEN, TOKEN, token_of
@@ -318,6 +321,39 @@ def test_each_change_is_logged_with_who_made_it_and_without_salts(served, caplog
     tenant = next(iter(served.server.spaces)).tenants.name(b'{"cache_salt": "a salt"}')
     assert "a salt" not in caplog.text and sum(f'tenant "{tenant}"' in line for line in lines) == 6
     assert str(PROMPT[:9])[1:-1] not in caplog.text
+
+
+@pytest.mark.parametrize("text", [text[:9999] for text in TEXTS.values() if "\ud800" not in text])
+def test_what_clients_and_engines_name_forges_no_line(served, caplog, text):
+    caplog.set_level("INFO", "kvtier")
+    stored(served)
+    served.stack(f"model {text}")
+    served.stack().stop_direct_reads("disk", text)
+    wait_until(lambda: "pass through an arena" in caplog.text)
+    client = Client(served.url)
+    client("pin", {"tokens": PROMPT, "seconds": 60, **_of_model(client, "model")}, name=quote(text, safe=""))
+    (pin,) = client("pins")
+    assert_tame(pin["name"], *(each["name"] for each in client("status")["engines"]), longest=5000)
+    client("unpin", name=quote(pin["name"], safe=""))
+    assert client("pins") == []
+    assert sum("operator" in line for line in caplog.messages) == 2
+    assert_tame(*caplog.messages, longest=5000)
+
+
+def _of_model(client, model):
+    (found,) = (each["namespace"] for each in client("status")["namespaces"] if each["model"] == model)
+    return {"namespace": found}
+
+
+def test_a_long_salt_is_the_one_that_engines_make(served):
+    salts = [TEXTS["long"], TEXTS["long"] + "y"]
+    made = [json.dumps({"cache_salt": stand_in(salt)}).encode() for salt in salts]
+    stored(served, salt=made[0])
+    client = Client(served.url)
+    client("set_quota", {"cache_salt": salts[1], "hard": 0})
+    assert {each["nbytes"] > 0 for each in client("tenants")} == {True}
+    client("set_quota", {"cache_salt": salts[0], "hard": 0})
+    wait_until(lambda: client("tenants") == [])
 
 
 def test_pins_take_a_quarter_of_the_memory_at_most(served):

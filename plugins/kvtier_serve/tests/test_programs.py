@@ -230,6 +230,12 @@ def test_output_is_logged_by_lines_of_bounded_length(ours, caplog):
     assert "".join(long) == 20000 * "x" and max(map(len, long)) < 10000
 
 
+def test_output_forges_no_line(ours, caplog):
+    begin(ours, *script(r"printf 'one\rtwo\033[2J\0three\n'; exit 3"))
+    wait_until(lambda: ours.conditions()["it"].ends)
+    assert r"kvtier: program it: one\rtwo\x1b[2J\x00three" in caplog.messages
+
+
 def test_a_program_that_floods_the_log_keeps_no_server_from_answering(served):
     with served.run(floods=["yes", "a word"]):
         wait_until(lambda: "program floods: a word" in served.log())

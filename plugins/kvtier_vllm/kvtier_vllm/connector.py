@@ -37,6 +37,7 @@ from kvtier_core.engine.messages import Refusal, StepPlan, WorkerProgress, Worke
 from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.start import worker_reports as reports
 from kvtier_core.engine.worker.side import WorkerSide
+from kvtier_core.outside import printable
 from kvtier_core.types import ChunkKey
 from kvtier_core.work.io_pool import run
 from kvtier_vllm import groups, kv_events, layout, log, speculation, versions
@@ -190,7 +191,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         whole = groups.whole(self._kv_cache_config, self._vllm_config.parallel_config)
         kinds = versions.kinds_in_events(kv_cache_manager, self._kv_cache_config)
         published = [kv_events.Group(each, size, kinds[each]) for each, size in whole.items() if not size % hash_tokens]
-        if obstacle := kv_events.obstacle(published):
+        if obstacle := side.loads_nothing or kv_events.obstacle(published):
             logger.info("kvtier: vLLM's KV events do not cover these tiers: %s", obstacle)
             return
         tokens = side.chunk_tokens, hash_tokens
@@ -211,7 +212,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """A request joins vLLM's queue. If this engine is not served, its log line says why."""
         if self._refusal:
-            logger.info("kvtier: %s: hit 0 of %d tokens: %s", request.request_id, request.num_tokens, self._refusal)
+            name = printable(request.request_id)
+            logger.info("kvtier: %s: hit 0 of %d tokens: %s", name, request.num_tokens, self._refusal)
         self._arrived(request)
 
     @guarded()
@@ -275,7 +277,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Pass the progress of the workers to the scheduler side."""
         epoch = self.side.epoch
         self.side.progress(result_of(connector_output))
-        if self._kv_events and epoch != self.side.epoch:
+        if self._kv_events and (epoch != self.side.epoch or self.side.loads_nothing):
             self._kv_events.clear()
 
     @guarded()

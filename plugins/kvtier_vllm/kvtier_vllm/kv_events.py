@@ -46,6 +46,7 @@ _STORAGE = "STORAGE"  # vLLM 0.30 has no name for it; of every tier that is not 
 
 _HELD = {EventKind.STORED, EventKind.PROMOTED, EventKind.WRITTEN, EventKind.READ}
 _GONE = {EventKind.EVICTED, EventKind.MISSING, EventKind.CORRUPT, EventKind.INCOMPATIBLE}
+_NOT_READ = _GONE | {EventKind.IO_ERROR}
 
 
 #: Chunks that are published again in one step: some milliseconds.
@@ -112,6 +113,7 @@ class KVEvents:
         self._pool = pool
         self._table = pool.cached_block_hash_to_block  # only a reset replaces it
         self._named: dict[ChunkKey, _Named] = {}
+        self._arriving: dict[ChunkKey, _Named] = {}  # named, and on their way into an arena
         self._published: dict[ChunkKey, _Published] = {}
         #: Those of them that subscribers do not know yet, parents first.
         self._untold: dict[ChunkKey, None] = {}
@@ -124,10 +126,11 @@ class KVEvents:
         self._follow()
         numbers = range(first, len(request.block_hashes) * self._hash_tokens // self._chunk_tokens)
         for key, number in zip(keys, numbers, strict=False):
-            self._named[key] = _Named(request, number, known=key in self._published)
+            if key not in self._named:  # else the stack has not yet said where it is
+                self._named[key] = _Named(request, number, known=key in self._published)
 
     def keep(self, storing: Collection[ChunkKey]) -> None:
-        """Forget the names of chunks that are not ``storing``, once the stack has said where they are.
+        """Forget the names of chunks that are not ``storing``, once the stack has said where they are, or they arrive.
 
         Call it in each step. A server's events may come later than the end of the store that they are about.
         """
@@ -140,8 +143,10 @@ class KVEvents:
         """The answer for chunks that were asked for after ``clears`` calls of `clear`."""
         if clears == self._clears:
             for (key, each), place in zip(named.items(), places, strict=True):
-                for tier in self._media.keys() & place.tiers:
+                for tier in self._media.keys() & place.held:
                     self._added(key, tier, each)
+                if place.arrives and key not in self._published:
+                    self._arriving[key] = each
 
     def observe(self, events: Sequence[Event]) -> None:
         """Note which chunks have come to a tier, or left it."""
@@ -150,11 +155,15 @@ class KVEvents:
         for event in events:
             if event.tier in self._media and event.kind in _HELD:
                 for key in event.keys:
-                    self._added(key, event.tier, self._named.get(key))
+                    arriving = self._arriving.pop(key, None)
+                    self._added(key, event.tier, self._named.get(key, arriving))
             elif event.tier in self._media and event.kind in _GONE:
                 left += event.keys
                 for key in event.keys:
                     self._removed(key, event.tier)
+            if event.kind in _NOT_READ:
+                for key in event.keys:
+                    self._arriving.pop(key, None)
         for key in left:  # not before the last event: a tier below may have it by then
             if key in self._published and not self._published[key].tiers:
                 del self._published[key]
@@ -168,6 +177,7 @@ class KVEvents:
         self._published.clear()
         self._untold.clear()
         self._named.clear()
+        self._arriving.clear()
         self._clears += 1
 
     def take(self) -> list[KVCacheEvent]:

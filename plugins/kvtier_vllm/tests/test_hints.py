@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from outsiders import TEXTS, assert_tame
 from real_engines import cpu_and_disk, prompt
 
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_vllm.requests.hints import UnreadWords
 
 
 @pytest.fixture
@@ -48,6 +50,8 @@ def test_hints_reach_every_tier(engine, heard, tmp_path):
         {"kvtier.turn": 1},
         {"kvtier.turn": ["tool"]},
         {"kvtier.turn": "x" * 256},
+        {"kvtier.turn": "a line\nforged"},
+        {"kvtier.turn\33[2J": "tool"},
         {f"kvtier.{number}": "x" for number in range(17)},
         {"kvtier.kv.retain@1.0": "[{}]"},
         {1: "one"},
@@ -65,6 +69,34 @@ def test_invalid_hints_do_not_reach_policies(said):
 
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": said})
     assert hints_of(Request("1", [1, 2], sampling, None)) == {}
+
+
+def test_a_word_that_no_policy_of_ours_reads_is_logged_once(caplog):
+    caplog.set_level("INFO", "kvtier")
+    words = UnreadWords()
+    for _ in range(2):
+        for said in ({"kvtier.session": "ends"}, {"kvtier.sesion": "ends"}, {"kvtier.session": 1}, {"other": 1}, None):
+            words.look(said, hinted(None, said))
+    typo, malformed = caplog.messages
+    assert "kvtier.sesion in kv_transfer_params: kvtier's own policies read only kvtier.session" in typo
+    assert "kvtier.session in kv_transfer_params: malformed" in malformed
+
+
+def test_what_clients_have_logged_is_bounded_and_forges_no_line(caplog):
+    caplog.set_level("INFO", "kvtier")
+    words = UnreadWords()
+    for text in (*TEXTS.values(), *map(str, range(100))):
+        words.look({f"kvtier.{text}": text}, {})
+    assert len(caplog.messages) == 16
+    assert_tame(*caplog.messages)
+
+
+def test_the_words_of_a_request_are_looked_at(engine, tmp_path, monkeypatch):
+    looked = []
+    monkeypatch.setattr(UnreadWords, "look", lambda self, *of: looked.append(of))
+    with engine(cpu_and_disk(tmp_path)) as served:
+        ask(served, {"kvtier.sesion": "ends"})
+    assert looked == [({"kvtier.sesion": "ends"}, {"sesion": "ends"})]
 
 
 # -- vLLM's kv_hints -----------------------------------------------------------------------------------
@@ -136,6 +168,7 @@ def deep():
         [("kv.retain", "1.0", {"blocks": "x" * 4096})],
         [("kv.retain", "1.0", deep())],
         [("kv.retain", 1, {})],
+        [("kv.retain", "1.0\n", {})],
         [("kv.retain", "1.0", None)],
         [("kv.retain", "1.0", {}), ("kv.retain", "1.0", {"at": object()})],
         [("kv.retain", str(number), {}) for number in range(17)],
@@ -147,6 +180,7 @@ def deep():
         "too long",
         "too deep",
         "no version",
+        "two lines",
         "no payload",
         "one of two",
         "too many",

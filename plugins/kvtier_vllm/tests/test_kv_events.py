@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -41,10 +42,13 @@ from kvtier_core.config.server_client import server_client, server_path
 from kvtier_core.engine.messages import WorkerProgress
 from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.step import StepResult
+from kvtier_core.engine.worker.side import WorkerSide
+from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import Whereabouts
+from kvtier_core.stack.store_tier import health
 from kvtier_core.types import ChunkKey, Event, EventKind
 from kvtier_testing.samples import make_context, make_group
 from kvtier_vllm import kv_events
@@ -181,8 +185,8 @@ def requested(request_id: str, asked: Sequence[int], block: int = BLOCK) -> Requ
     return Request(request_id, list(asked), SamplingParams(max_tokens=1), None, block_hasher=hasher)
 
 
-def opened(*tiers: dict[str, Any]) -> StackConfig:
-    values = {"version": 1, "chunk_tokens": CHUNK, "load": "always", "load_wait": "60s", "tiers": list(tiers)}
+def opened(*tiers: dict[str, Any], load_wait: str = "60s") -> StackConfig:
+    values = {"version": 1, "chunk_tokens": CHUNK, "load": "always", "load_wait": load_wait, "tiers": list(tiers)}
     return load_config(values, Registry.of(kvtier_disk.plugin))
 
 
@@ -272,16 +276,22 @@ class Traffic:
         self._running.append(self.host.arrive(request_id, asked))
         return self._running[-1]
 
+    def computed(self, asked: Sequence[int]) -> None:
+        """Ask, and step until all of it is computed or loaded."""
+        request = self.ask(asked)
+        while request.computed < len(asked):
+            self.host.step()
+        self._running.remove(request)
+        self.host.finish(request)
+
     def end(self) -> None:
         """Finish all requests and ask for each prompt again, one after the other, so that all that is held is named."""
-        self._finish()
+        self.finish()
         for asked in {tuple(each): each for each in self.asked.values()}.values():
-            request = self.ask(asked)
-            while request.computed < len(asked):
-                self.host.step()
-            self._finish()
+            self.computed(asked)
+            self.finish()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         while self._running:
             self.host.finish(self._running.pop())
         for _ in range(2):  # a server's answers about one step come with the next
@@ -540,7 +550,7 @@ def test_a_chunk_is_told_when_a_server_has_said_where_it_is(router):
     told.keep(())  # it is loaded, or was stored before
     assert not heard(told, router)
     ((path, then),) = stack.due
-    then([Whereabouts(("heap",))] * len(path))
+    then([Whereabouts(("heap",), held=("heap",))] * len(path))
     assert heard(told, router) == blocks
     told.observe([Event(EventKind.EVICTED, "heap", (CHUNK_KEY,))])
     assert not heard(told, router)
@@ -554,8 +564,64 @@ def test_a_chunk_is_told_when_its_store_ends_before_the_server_tells_of_it(route
     ((_, then),) = stack.due
     told.observe([Event(EventKind.STORED, "heap", (CHUNK_KEY,))])
     assert not heard(told, router)
-    then([Whereabouts(("heap",))])
+    then([Whereabouts(("heap",), held=("heap",))])
     assert heard(told, router) == blocks
+
+
+def test_a_chunk_that_arrives_after_its_request_gave_up_is_told(router):
+    told, stack, blocks = one_chunk()
+    told.keep(())
+    ((_, then),) = stack.due
+    then([Whereabouts((), "on its way into heap", arrives=True)])
+    told.keep(())
+    assert len(stack.due) == 1, "a step asks for nothing that waits"
+    told.observe([Event(EventKind.READ, "a shared store", (CHUNK_KEY,))])
+    assert not heard(told, router)
+    told.observe([Event(EventKind.PROMOTED, "heap", (CHUNK_KEY,))])
+    assert heard(told, router) == blocks
+
+
+@pytest.mark.parametrize("kind", [EventKind.IO_ERROR, EventKind.MISSING, EventKind.CORRUPT])
+def test_the_request_of_a_chunk_that_does_not_arrive_is_forgotten(router, kind):
+    told, stack, _ = one_chunk()
+    told.keep(())
+    ((_, then),) = stack.due
+    then([Whereabouts((), "on its way into heap", arrives=True)])
+    told.observe([Event(kind, "a shared store", (CHUNK_KEY,))])
+    assert not told._arriving
+
+
+@pytest.mark.parametrize("trouble", ["hangs", "fails"])
+def test_what_a_disk_in_trouble_holds_is_told(tmp_path, monkeypatch, trouble):
+    """A read that ends after its request has given up, and a breaker that is open while the request computes."""
+    disk = {"type": "disk", "path": str(tmp_path), "capacity": "64MiB", "min_free": "0B"}
+    config = opened({"type": "heap", "capacity": "64MiB"}, disk, load_wait="1ms")
+    first = Traffic(Uncopied(config, blocks=100, budget=CHUNK), random.Random(0))
+    others = [prompt(seed, 2 * CHUNK) for seed in range(8)]
+    for each in (ASKED, *others):
+        first.computed(each)
+    first.finish()
+    first.host.side.close()
+    monkeypatch.setattr(health, "_FIRST_PAUSE", HANG)
+    second = Traffic(Uncopied(config, blocks=100, budget=CHUNK), random.Random(0))
+    (store,) = second.host.manager.tiers
+    goes_on, read = threading.Event(), store.backend.read
+
+    def in_trouble(*arguments):
+        if trouble == "fails" and not goes_on.is_set():
+            raise BackendError("it fails")
+        assert goes_on.wait(HANG)
+        return read(*arguments)
+
+    monkeypatch.setattr(store.backend, "read", in_trouble)
+    if trouble == "fails":
+        for other in others:
+            second.computed(other)
+        assert not store.can_read
+    second.computed(ASKED)
+    goes_on.set()
+    second.finish()
+    assert second.view["STORAGE"] >= set(block_hashes(ASKED)[: 10 * CHUNK // BLOCK])
 
 
 def test_an_answer_about_what_was_forgotten_meanwhile_tells_nothing(router):
@@ -563,7 +629,7 @@ def test_an_answer_about_what_was_forgotten_meanwhile_tells_nothing(router):
     told.keep(())
     told.clear()
     ((path, then),) = stack.due
-    then([Whereabouts(("heap",))] * len(path))
+    then([Whereabouts(("heap",), held=("heap",))] * len(path))
     assert not heard(told, router)
 
 
@@ -662,6 +728,35 @@ def test_events_of_lost_chunks_are_retracted(engine, router, monkeypatch):
         assert served.connector.side is None, "kvtier has failed"
         listen(served, router)
         assert not router.held["CPU"]
+
+
+def test_an_engine_that_no_longer_loads_holds_nothing_for_a_router(engine, router, monkeypatch):
+    with engine(cpu(), kv_events_config=router.config, enable_prefix_caching=True) as served:
+        router.join(served)
+        served.ask(ASKED, tokens=1)
+        settle(served, router)
+        assert len(router.held["CPU"]) == 10 * CHUNK // BLOCK
+        monkeypatch.setattr(WorkerSide, "store", lambda self, plan: 1 / 0)
+        served.ask(OTHER, tokens=1)
+        settle(served, router)
+        assert served.connector.side.loads_nothing == "rank 0 failed; see its log"
+        assert not router.held["CPU"]
+        assert served.llm.reset_prefix_cache()
+        served.ask(ASKED, tokens=1)
+        settle(served, router)
+        assert not router.held["CPU"]
+
+
+def test_an_engine_that_only_stores_tells_routers_of_no_tier_and_the_log_says_so(engine, router, said):
+    told = {"kv_events_config": router.config, "enable_prefix_caching": True, "kv_role": "kv_producer"}
+    with engine(cpu(), **told) as served:
+        why = "this engine is configured to store only"
+        assert f"kvtier: vLLM's KV events do not cover these tiers: {why}" in said()
+        router.join(served)
+        served.ask(ASKED, tokens=1)
+        settle(served, router)
+        assert served.manager.usage()[0].chunks == 10
+        assert {event.medium for event in router.events} == {"GPU"}
 
 
 def test_of_a_hybrid_model_the_groups_that_keep_every_token_are_told(engine, router, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from outsiders import TEXTS
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal import inputs
@@ -170,6 +171,20 @@ def test_a_load_reaches_as_far_as_the_engines_tokens_and_its_own(tracker):
     tracker.check_cached("1", 64)
     tracker.note_load("1", 64)
     assert tracker.check_cached("1", 128) is None
+
+
+def test_long_names_are_told_apart_and_take_no_memory(tracker, names):
+    cat, dog = (asked(seed, TEXTS["long"] + str(seed), request_id=str(seed)) for seed in (1, 2))
+    for each in (cat, dog):
+        assert not isinstance(tracker.view(each).identity, Bypass)
+    assert tracker.follow(step((cat, 256), (dog, 256), encoded=[cat, dog])) == {}
+    assert tracker.check_cached("1", 256) is tracker.check_cached("2", 256) is None
+    again = asked(2, TEXTS["long"] + "1", request_id="3")
+    tracker.view(again)
+    assert tracker.check_cached("3", 256) == BEFORE
+    assert max(map(len, names._younger)) < 200 and max(map(len, names._encoded)) < 200
+    tracker.follow(step(freed=[TEXTS["long"] + "1", TEXTS["long"] + "2"]))
+    assert not names._encoded
 
 
 def test_a_request_that_is_bypassed_for_something_else_does_not_spoil_a_name(tracker, names):

@@ -9,11 +9,13 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from outsiders import TEXTS, assert_tame
 from safetensors.torch import save_file
 
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.engine.request_view import Bypass
 from kvtier_core.identity import weights
+from kvtier_core.outside import stand_in
 from kvtier_core.types import Namespace
 from kvtier_vllm.requests import adapters
 from kvtier_vllm.requests import fields as request_fields
@@ -55,6 +57,24 @@ def test_a_salt_separates_everything():
     assert shared(keys(cache_salt="alice"), keys(cache_salt="alice")) == 4
     assert shared(keys(cache_salt="alice"), keys(cache_salt="bob")) == 0
     assert shared(keys(cache_salt="alice"), keys()) == 0
+
+
+def test_all_of_a_salt_counts_and_a_long_one_takes_no_memory():
+    long = "x" * (5 << 20)
+    assert shared(keys(cache_salt=long), keys(cache_salt=long)) == 4
+    for other in (long + "y", long[:-1], "x" * 129, "x" * 128, "\ud800" + long, stand_in(long)):
+        assert shared(keys(cache_salt=long), keys(cache_salt=other)) == 0, len(other)
+    for salt in (long, *TEXTS.values(), "\U0001f600" * 128, "\0" * 128):
+        assert len(begun().identify(asked(cache_salt=salt)).kv.salt) <= 1800  # a server takes 2048
+
+
+def test_why_an_adapter_is_bypassed_is_one_line():
+    from vllm.lora.request import LoRARequest
+
+    for text in TEXTS.values():
+        for adapter in (LoRARequest(text, 1, "/missing"), LoRARequest("sql", 1, f"/{text[:200]}".replace("\0", ""))):
+            bypass = begun().identify(asked(lora_request=adapter))
+            assert_tame(bypass.reason)
 
 
 # -- every field ---------------------------------------------------------------------------------------

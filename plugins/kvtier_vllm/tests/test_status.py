@@ -10,8 +10,12 @@ import subprocess
 import sys
 
 import pytest
+from outsiders import TEXTS, assert_tame
 from patience import HANG
 from real_engines import CHUNK, cpu_and_disk
+
+from kvtier_core.cli import main
+from kvtier_core.outside import LONGEST
 
 PROMPT = [random.Random(5).randrange(1, 500) for _ in range(4 * CHUNK + 5)]
 START = "import sys; from kvtier_core.cli import main; sys.exit(main())"
@@ -58,6 +62,26 @@ def test_a_running_engine_tells_of_itself(engine, runtime, tmp_path):
         served.assert_at_rest()
         hanging.close()
     assert not path.exists()
+
+
+def test_the_ids_of_clients_are_kept_and_shown_cut(engine, runtime, tmp_path, capsys):
+    from vllm import SamplingParams
+
+    with engine(cpu_and_disk(tmp_path / "disk")) as served:
+        llm = served.llm.llm_engine
+        for text in TEXTS.values():
+            llm.add_request(text, {"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=1, detokenize=False))
+            while llm.has_unfinished_requests():
+                llm.step()
+            (told,) = served.connector.side.status.recent(1)
+            assert_tame(told["request"], longest=LONGEST)
+            capsys.readouterr()
+            for asked in (text[: 1 << 16], told["request"]):
+                assert main(["explain", asked]) == 0
+                line, end = capsys.readouterr().out.split("\n")
+                assert line.startswith(told["request"]) and not end
+                assert_tame(line)
+        served.assert_at_rest()
 
 
 @pytest.mark.more

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_core.errors import BackendError
+from kvtier_core.outside import LONGEST_PATH, printable
 
 #: Seconds that a server may take for an answer. After two, it reports by itself that it cannot answer.
 PATIENCE = 9.0
@@ -66,21 +67,32 @@ class RunningServer:
         try:
             connection.request(method, path, None if body is None else json.dumps(body), self._headers)
             with connection.getresponse() as answer:  # which may have taken the socket over
-                told = json.loads(answer.read(_LONGEST)) if answer.status != http.HTTPStatus.NOT_FOUND else {}
+                is_known = answer.status != http.HTTPStatus.NOT_FOUND
+                told = _printable(json.loads(answer.read(_LONGEST))) if is_known else {}
         except TimeoutError as error:
             raise BackendError(
                 f"{self.name}: no answer within {self._patience:g} s: the server is stopped or hanging"
             ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise BackendError(f"{self.name}: no server answers: {error}{self._hint}") from error
+            why = printable(str(error), LONGEST_PATH)
+            raise BackendError(f"{self.name}: no server answers: {why}{self._hint}") from error
         finally:
             connection.close()
-        if answer.status == http.HTTPStatus.NOT_FOUND:
+        if not is_known:
             raise BackendError(f"{self.name}: the server does not know {method} {path}; it may be of another release")
         if answer.status != http.HTTPStatus.OK:
             why = told.get("error") if isinstance(told, dict) else None
             raise BackendError(f"{self.name}: {why or f'status {answer.status}'}")
         return told
+
+
+def _printable(told: Any) -> Any:
+    """An answer with text that a terminal may show."""
+    if isinstance(told, dict):
+        return {printable(name, LONGEST_PATH): _printable(value) for name, value in told.items()}
+    if isinstance(told, list):
+        return [_printable(each) for each in told]
+    return printable(told, LONGEST_PATH) if isinstance(told, str) else told
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from kvtier_core.builtin.chained import Chained
+from kvtier_core.outside import stand_in
 from kvtier_core.stack.outcomes import Terms
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
@@ -406,7 +407,7 @@ def _limits(quota: Quota) -> Limits:
 
 def _salt(cache_salt: str) -> bytes:
     """As `kvtier_vllm.requests.identity` makes it, for a request without an adapter."""
-    return json.dumps({"cache_salt": cache_salt}).encode() if cache_salt else b""
+    return json.dumps({"cache_salt": stand_in(cache_salt)}).encode() if cache_salt else b""
 
 
 OPERATIONS = (

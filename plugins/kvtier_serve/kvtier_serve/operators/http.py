@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvtier_core.errors import ConfigError, ContractError
+from kvtier_core.outside import printable
 from kvtier_remote.protocol import plain
 from kvtier_serve.operators.console import OPERATIONS, Console, Operation
 from kvtier_serve.operators.forms import Prompt, RefusedError
@@ -57,9 +58,8 @@ class HTTP(Listening):
                 return JSONResponse({"error": str(error)}, 409)
             except TimeoutError as error:
                 return JSONResponse({"error": str(error)}, 503)
-            work = functools.partial(
-                self._console.carry_out, operation, _who(request), asked, *arguments, **request.path_params
-            )
+            named = {field: printable(name) for field, name in request.path_params.items()}
+            work = functools.partial(self._console.carry_out, operation, _who(request), asked, *arguments, **named)
             return await self._asked(work, lambda found: _as_json(operation.finish(self._console, found)))
 
         return answer

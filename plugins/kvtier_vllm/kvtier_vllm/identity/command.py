@@ -10,6 +10,7 @@ from pathlib import Path
 from kvtier_core.cli.output import FINE, PROBLEMS, Output
 from kvtier_core.config.model import IdentityConfig
 from kvtier_core.errors import BackendError
+from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.types import Namespace
 
 
@@ -65,7 +66,7 @@ def _diff(first: Path, second: Path, output: Output) -> int:
         one, other = (Namespace.from_json(file.read_text("utf-8")) for file in (first, second))
     except (OSError, ValueError) as error:
         raise BackendError(f"cannot compare: {error}; pass two files made with --json") from error
-    differences = one.differences(other)
+    differences = [tuple(printable(each, LONGEST_PATH) for each in found) for found in one.differences(other)]
     output.value = [{"fact": name, "first": here, "second": there} for name, here, there in differences]
     for name, here, there in differences:
         if here and there:

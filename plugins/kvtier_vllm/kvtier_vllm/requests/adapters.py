@@ -17,6 +17,7 @@ import attrs
 from vllm.lora.request import LoRARequest
 
 from kvtier_core.identity import weights
+from kvtier_core.outside import printable
 from kvtier_core.storekit.folder import file_system_of
 from kvtier_vllm.requests.fields import ADAPTER, Unidentified, refuse_others
 
@@ -53,13 +54,14 @@ class Adapters:
 
         vLLM requires that an adapter's number "must be globally unique for a given adapter", and so does this.
         """
+        name = printable(asked.lora_name)
         try:
             refuse_others("a LoRA adapter", asked, ADAPTER)
             return f"{self._files(asked)} {asked.is_3d_lora_weight}"
         except (OSError, ValueError):
-            raise Unidentified(f"LoRA adapter {asked.lora_name!r}: cannot read its weights from disk") from None
+            raise Unidentified(f"LoRA adapter {name}: cannot read its weights from disk") from None
         except Unidentified as why:
-            raise Unidentified(f"LoRA adapter {asked.lora_name!r}: {why}") from None
+            raise Unidentified(f"LoRA adapter {name}: {why}") from None
 
     def _files(self, asked: LoRARequest) -> str:
         path = Path(asked.lora_path)
@@ -89,7 +91,7 @@ class Adapters:
         for step, status in steps:
             above = step != folder and stat.S_ISDIR(status.st_mode)
             if status.st_ctime_ns >= self._began.by_files - _MARGIN and not (above and _only_entries_changed(status)):
-                raise Unidentified(f"{step} changed after the engine started, or just before")
+                raise Unidentified(f"{printable(str(step))} changed after the engine started, or just before")
         return tuple((str(step), status.st_dev, status.st_ino) for step, status in steps)
 
 
@@ -120,4 +122,5 @@ def _require_local(state: _State) -> None:
     """Raise Unidentified if a file is on a file system whose change times may be another machine's."""
     for step, *_ in state:
         if (kind := file_system_of(Path(step), _MOUNTS)) not in _LOCAL:
+            step = printable(step)
             raise Unidentified(f"{step} is on a file system ({kind}) whose times may come from another machine")

@@ -6,9 +6,15 @@ A hint changes no key and no answer, and nothing is loaded, kept or dropped beca
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 
 from vllm.v1.request import Request
+
+from kvtier_core.outside import Printable, printable
+from kvtier_core.policies.gittins import HINT
+
+logger = logging.getLogger("kvtier")
 
 #: ``{"kvtier.turn": "tool"}`` is the hint ``turn``.
 _PREFIX = "kvtier."
@@ -18,6 +24,30 @@ _VERSION = "@"
 _MAX_HINTS = 16
 _MAX_CHARACTERS = 256  # of a hint's name and value together
 _MAX_ACTION_CHARACTERS = 4096
+#: Words of clients that are logged while an engine runs, because kvtier makes nothing of them.
+_MAX_LOGGED = 16
+
+
+class UnreadWords:
+    """Logs each word of clients once that begins as kvtier's do, and that no policy of kvtier reads."""
+
+    def __init__(self) -> None:
+        self._logged: set[Printable] = set()
+
+    def look(self, parameters: object, hints: Mapping[str, str]) -> None:
+        """Look at a request's ``kv_transfer_params``, of which these hints were made."""
+        for word in parameters if isinstance(parameters, Mapping) else ():
+            if len(self._logged) >= _MAX_LOGGED:
+                return
+            if isinstance(word, str) and word.startswith(_PREFIX):
+                self._log(printable(word), is_hint=word.removeprefix(_PREFIX) in hints)
+
+    def _log(self, word: Printable, *, is_hint: bool) -> None:
+        if word in self._logged or (is_hint and word == _PREFIX + HINT):
+            return
+        self._logged.add(word)
+        why = f"kvtier's own policies read only {_PREFIX}{HINT}" if is_hint else "malformed or too long, so ignored"
+        logger.info("kvtier: %s in kv_transfer_params: %s; logged once", word, why)
 
 
 def hints_of(request: Request) -> Mapping[str, str]:
@@ -40,6 +70,7 @@ def _client_hints(parameters: object) -> Mapping[str, str]:
         and _VERSION not in name
         and isinstance(value, str)
         and len(name) + len(value) <= _MAX_CHARACTERS
+        and f"{name}{value}".isprintable()
     }
     return hints if len(hints) <= _MAX_HINTS else {}
 
@@ -55,7 +86,11 @@ def _orchestrator_hints(envelope: object) -> Mapping[str, str]:
         if all(isinstance(name, str) for name in names) and isinstance(payload, Mapping):
             payloads.setdefault(_VERSION.join(names), []).append(_json(payload))
     said = {name: f"[{','.join(texts)}]" for name, texts in payloads.items() if all(texts)}
-    return {name: value for name, value in said.items() if len(name) + len(value) <= _MAX_ACTION_CHARACTERS}
+    return {
+        name: value
+        for name, value in said.items()
+        if len(name) + len(value) <= _MAX_ACTION_CHARACTERS and name.isprintable()
+    }
 
 
 def _json(payload: Mapping) -> str:

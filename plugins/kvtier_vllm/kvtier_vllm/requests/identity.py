@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from kvtier_core.engine.request_view import Bypass, KVIdentity, PromptItem
+from kvtier_core.outside import stand_in
 from kvtier_vllm.requests import items
 from kvtier_vllm.requests.adapters import Adapters
 from kvtier_vllm.requests.fields import POOLING, REQUEST, Unidentified, refuse_others
@@ -69,7 +70,7 @@ class Identifier:
         adapter = request.lora_request
         ingredients: dict[str, str] = {}
         if request.cache_salt:
-            ingredients["cache_salt"] = request.cache_salt
+            ingredients["cache_salt"] = stand_in(request.cache_salt)
         if adapter:
             ingredients["adapter"] = self._adapters.content(adapter)
         salt = json.dumps(ingredients).encode() if ingredients else b""
@@ -78,7 +79,7 @@ class Identifier:
             KVIdentity(salt, tuple(PromptItem(item.place.offset, item.place.length, item.content) for item in found)),
             found,
             ingredients.get("adapter", ""),
-            adapter.lora_name if adapter else "",
+            stand_in(adapter.lora_name) if adapter else "",
         )
 
 
@@ -86,4 +87,4 @@ def _item(feature: MultiModalFeatureSpec, salt: bytes) -> Item:
     content = items.content(feature)
     # vLLM prefixes the name with the adapter's where the encoder has adapters too.
     source = content if feature.identifier == feature.mm_hash else f"{content} {salt.decode()}"
-    return Item(content, feature.identifier, source, feature.mm_position)
+    return Item(content, stand_in(feature.identifier), source, feature.mm_position)

@@ -10,9 +10,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.engine.step import ScheduledRequest
+from kvtier_core.outside import Printable, printable, stand_in
 from kvtier_vllm.requests.disaggregation import computed_elsewhere, is_continued_elsewhere
 from kvtier_vllm.requests.fields import Unidentified
-from kvtier_vllm.requests.hints import hints_of
+from kvtier_vllm.requests.hints import UnreadWords, hints_of
 from kvtier_vllm.requests.identity import Identifier, RequestIdentity
 from kvtier_vllm.requests.items import content
 from kvtier_vllm.requests.names import CachedNames
@@ -25,6 +26,7 @@ class _Tracked:
     request: Request
     identity: RequestIdentity | Bypass
     hints: Mapping[str, str]
+    traceparent: Printable
     continued_elsewhere: bool = False
     computed_elsewhere: int = 0
     computed: int = 0  #: tokens that vLLM had when it last asked for a match
@@ -40,6 +42,7 @@ class RequestTracker:
         self._reads_handovers = reads_handovers
         self._identifier = identifier or Identifier()
         self._names = names or CachedNames()
+        self._unread = UnreadWords()
         self._tracked: dict[str, _Tracked] = {}
 
     def __len__(self) -> int:
@@ -53,14 +56,16 @@ class RequestTracker:
         """The request as it is now. The first call must come before the engine has computed any of it."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = _Tracked(request, self._identifier.identify(request), hints_of(request))
+            traceparent = printable((request.trace_headers or {}).get("traceparent", ""))
+            tracked = _Tracked(request, self._identifier.identify(request), hints_of(request), traceparent)
             if self._reads_handovers:
                 said = request.kv_transfer_params
                 tracked.continued_elsewhere = is_continued_elsewhere(said)
                 tracked.computed_elsewhere = computed_elsewhere(said, request.num_prompt_tokens)
+            self._unread.look(request.kv_transfer_params, tracked.hints)
             self._tracked[request.request_id] = tracked
             if adapter := request.lora_request:
-                self._names.note_adapter(adapter.lora_name, self._identifier.adapter(adapter))
+                self._names.note_adapter(stand_in(adapter.lora_name), self._identifier.adapter(adapter))
         return _view(request, tracked)
 
     def check_cached(self, request_id: str, computed: int) -> Bypass | None:
@@ -85,11 +90,12 @@ class RequestTracker:
         Returns the requests for which this step may compute KV that is not their own, and why.
         """
         for name in output.free_encoder_mm_hashes:
-            self._names.drop_encoding(name)
+            self._names.drop_encoding(stand_in(name))
         for request_id, numbers in output.scheduled_encoder_inputs.items():
             tracked = self._tracked[request_id]
             for number in numbers:
-                self._names.note_encoding(tracked.request.mm_features[number].identifier, _source(tracked, number))
+                name = stand_in(tracked.request.mm_features[number].identifier)
+                self._names.note_encoding(name, _source(tracked, number))
         bypassed = {}
         for each in self.scheduled(output):
             tracked = self._tracked[each.request_id]
@@ -127,7 +133,7 @@ def _view(request: Request, tracked: _Tracked) -> RequestView:
         and (request.status in _ENDED_WELL or not request.is_finished()),
         computed_elsewhere=tracked.computed_elsewhere,
         preemptions=request.num_preemptions,
-        traceparent=(request.trace_headers or {}).get("traceparent", ""),
+        traceparent=tracked.traceparent,
     )
 
 
