@@ -21,6 +21,7 @@ from kvtier_core.config.quality import check_quality
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.errors import BackendError, ConfigError
+from kvtier_core.forks import only_here
 from kvtier_core.frames.identity import identity_of
 from kvtier_core.interfaces import (
     MAX_POLICY_STATE_NBYTES,
@@ -204,7 +205,7 @@ def open_observers(config: StackConfig, ctx: OpenContext) -> list[tuple[str, Obs
             call = PluginCall(config.plugin_of(chosen), name, f"$.observers[{i}]", config.problem)
             with collector:
                 observer = call.returns(Observer, functools.partial(chosen.open, ctx))
-                closing.callback(run, observer.close)
+                closing.callback(only_here(functools.partial(run, observer.close)))
                 opened.append((f"{name} ($.observers[{i}])", observer))
         collector.raise_if_any()
         closing.pop_all()
@@ -248,7 +249,7 @@ class _Opening:
                 store = SealedNames(store, codec.keyed_seal)
             if codec.is_raw and not self._shared and self.config.has_peers:
                 store = ShownStore(store, codec)
-                self.closing.callback(store.close)
+                self.closing.callback(only_here(store.close))
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
         index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
         return OpenedTier(tier, store, index, codec, capacity, self)
@@ -320,7 +321,7 @@ class _Opening:
         arena = isinstance(self.tier, ArenaTierConfig)
         expected: type[AllocatorBackend | Backend] = AllocatorBackend if arena else Backend
         store = call.returns(expected, lambda: self.tier.config.open(ctx))
-        self.closing.callback(lambda: run(store.close))
+        self.closing.callback(only_here(functools.partial(run, store.close)))
         if isinstance(store, AllocatorBackend) and (why := call.ask(lambda: _contradiction(store, ctx))):
             raise call.failed(why)
         if isinstance(store, Backend) and store.shared != self._shared:
