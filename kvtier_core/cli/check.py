@@ -185,7 +185,8 @@ def _of_tier(tier: ArenaTierConfig | StoreTierConfig, path: str) -> Iterator[tup
     yield from _of_fields(tier.config, path)
     shared = isinstance(tier, StoreTierConfig) and tier.config.shared
     evicts = ("eviction",) if shared else ()  # one engine's policy does not decide what leaves a shared store
-    yield from _of_fields(tier, path, but=("name", "config", "source", *evicts))
+    its = attrs.fields_dict(type(tier.config))
+    yield from _of_fields(tier, path, but=("name", "config", "source", *evicts, *its))
 
 
 def _of_fields(config: Any, path: str, but: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
