@@ -29,7 +29,7 @@ from kvtier_core.storekit.user_folders import runtime_folders
 from kvtier_core.telemetry.observer_feed import Observers
 from kvtier_core.telemetry.status_page import socket_path
 from kvtier_core.telemetry.status_server import Server
-from kvtier_core.types import EnvSecret, Nbytes
+from kvtier_core.types import EnvSecret, Nbytes, size
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -136,7 +136,9 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
     """Show the room in each tier and on this machine; returns what the machine lacks."""
     held = [(tier.name, str(tier.capacity), f"{tier.capacity // token:,}") for tier in config.tiers if tier.capacity]
     needs = list(_needs(config))
-    lacking = [f"{what} needs {needed}, but {has} is available" for what, needed, has in needs if needed > has]
+    lacking = [
+        f"{what} needs {size(needed)}, but {size(has)} is available" for what, needed, has in needs if needed > has
+    ]
     output.value |= {
         "token_nbytes": int(token),
         "chunk_tokens": config.chunk_tokens,
@@ -146,10 +148,10 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
     }
     output.say(
         "",
-        f"KV of a token: at most {token}; of a chunk of {config.chunk_tokens}: {Nbytes(token * config.chunk_tokens)}",
+        f"KV of a token: at most {token}; of one of {config.chunk_tokens}: {size(token * int(config.chunk_tokens))}",
     )
     output.say(*table(("tier", "capacity", "tokens"), held, left=1))
-    output.say(*(f"{what}: {needed} needed, {has} there" for what, needed, has in needs))
+    output.say(*(f"{what}: {size(needed)} needed, {size(has)} there" for what, needed, has in needs))
     output.say(*(output.paint(each, "bad") for each in lacking))
     return lacking
 
@@ -157,16 +159,12 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
 def _needs(config: StackConfig) -> Iterator[tuple[str, Nbytes, Nbytes]]:
     """The needs of the tiers on this machine, memory and space in each folder; and the amounts that are available."""
     arenas = Nbytes(sum(tier.capacity for tier in config.arenas))
-    yield "memory", arenas, _whole_mib(machine.available_memory())
+    yield "memory", arenas, Nbytes(machine.available_memory())
     for tier in config.tiers:
         if tier.config.medium is Medium.DISK and tier.capacity:
             for folder in folders(tier):
                 status = os.statvfs(nearest(folder))
-                yield f"{tier.name} in {folder}", tier.capacity, _whole_mib(status.f_bavail * status.f_frsize)
-
-
-def _whole_mib(nbytes: int) -> Nbytes:
-    return Nbytes(nbytes >> 20 << 20)
+                yield f"{tier.name} in {folder}", tier.capacity, Nbytes(status.f_bavail * status.f_frsize)
 
 
 def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.cli.output import FINE, Output, size, table
+from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.registry import Registry
 from kvtier_core.policies.gittins import GittinsConfig
-from kvtier_core.types import Nbytes
+from kvtier_core.types import Nbytes, size
 from kvtier_simulate import stacks, studies
 from kvtier_simulate.bar import Bar
 from kvtier_simulate.replay import Tally

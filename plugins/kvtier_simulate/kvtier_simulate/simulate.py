@@ -9,11 +9,12 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.cli.output import FINE, Output, size, table
+from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
+from kvtier_core.types import size
 from kvtier_simulate import stacks, studies
 from kvtier_simulate.bar import Bar
 from kvtier_simulate.plot import Curve, Picture, check_name
