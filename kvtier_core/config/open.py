@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import attrs
 
 from kvtier_core.builtin.packed_slots import OfUnpacked
+from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config.guard import PluginCall
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.quality import check_quality
@@ -128,10 +129,19 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         media = {tier.name: tier.config.medium for tier in config.tiers}
         if config.has_peers and isinstance(levels[0], Arena):
             levels[0].sealed, levels[0].copied = sealed, copied
+        chosen = {tier.name: ", ".join(_chosen(tier)) for tier in config.tiers}
         of_all = functools.partial(StorageManager, namespace=ctx.namespace, layout=ctx.layout, clock=runtime.clock)
-        manager = of_all(levels, pool=pool, media=media, seals_all=runtime.seals_all or config.has_peers)
+        manager = of_all(levels, pool=pool, media=media, chosen=chosen, seals_all=runtime.seals_all or config.has_peers)
         closing.pop_all()
     return manager
+
+
+def _chosen(tier: ArenaTierConfig | StoreTierConfig) -> Iterator[str]:
+    """What decides about the frames of a tier, for people."""
+    if isinstance(tier, ArenaTierConfig) or not tier.config.shared:  # one engine's policy does not empty a shared store
+        yield tier.eviction.type
+    if isinstance(tier, StoreTierConfig) and tier.serializer != RawConfig():
+        yield f"serializer {tier.serializer.type}"
 
 
 def open_keyed_seal(tier: StoreTierConfig) -> KeyedSeal | None:

@@ -22,6 +22,11 @@ from kvtier_core.hookspecs import GROUP
 _GROUP = re.compile(r"kvtier\.v[0-9]+")
 
 
+def own_version() -> str:
+    """The version of kvtier; empty if it is not installed."""
+    return next((found.version for found in metadata.distributions(name="kvtier")), "")
+
+
 def entry_points() -> list[tuple[metadata.Distribution, metadata.EntryPoint]]:
     """All plugins: those for this version of the interface, and those that are for other versions only."""
     every = metadata.entry_points()

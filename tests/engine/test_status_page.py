@@ -115,7 +115,8 @@ def test_a_page_needs_no_scheduler_side(path, capsys):
         assert "75.0%" in capsys.readouterr().out
         assert main(["explain", "first", "--socket", str(path)]) == 0
         told = capsys.readouterr().out
-        assert told.startswith("first: hit 6 of 10 tokens (the engine had 2), ") and " s ago: heap 6" in told
+        assert told.startswith("first, ")
+        assert " s ago: 10 tokens: 2 from the engine's own cache, 6 from kvtier (heap 6), 2 computed" in told
     finally:
         page.close()
 
@@ -267,11 +268,13 @@ def test_a_request_is_explained_by_its_hit_line(host, path, capsys):
     served.ask("cmpl-7-0-1234abcd", PROMPT), served.ask("other", PROMPT)
     assert main(["explain", "cmpl-7", "--socket", str(path)]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("cmpl-7-0-1234abcd: hit 0 of 35 tokens, ") and told.endswith(" s ago: not stored\n")
+    assert told.startswith("cmpl-7-0-1234abcd, ")
+    assert told.endswith(" s ago: 35 tokens: 0 from kvtier, 35 computed (not stored)\n")
     assert told.count("\n") == 1
     assert main(["explain", "other", "--socket", str(path)]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("other: hit 32 of 35 tokens, ") and told.endswith(" s ago: heap 32\n")
+    assert told.startswith("other, ")
+    assert told.endswith(" s ago: 35 tokens: 32 from kvtier (heap 32), 3 computed\n")
     assert main(["explain", "third", "--socket", str(path)]) == 1
     assert "third: no engine knows this request" in capsys.readouterr().err
 
@@ -283,7 +286,8 @@ def test_the_last_ten_requests_are_listed(host, path, capsys):
         served.ask(f"{number}", PROMPT)
     assert main(["explain", "--socket", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10 and lines[0].startswith("2: hit 32 of 35 tokens, ") and lines[-1].endswith("ago: heap 32")
+    hit = "ago: 35 tokens: 32 from kvtier (heap 32), 3 computed"
+    assert len(lines) == 10 and lines[0].startswith("2, ") and all(line.endswith(hit) for line in lines)
     assert main(["explain", "--json", "--socket", str(path)]) == 0
     found = json.loads(capsys.readouterr().out)[str(path)]["found"]
     assert [told["request"] for told in found] == [f"{number}" for number in range(2, 12)]
@@ -298,7 +302,7 @@ def test_a_request_whose_load_failed_is_explained_by_both_of_its_lines(host, pat
     served.ask("second", PROMPT)
     assert main(["explain", "second", "--socket", str(path)]) == 0
     hit, miss = capsys.readouterr().out.splitlines()
-    assert hit.endswith(": heap 32") and miss.endswith(": its load failed")
+    assert "32 from kvtier (heap 32)" in hit and miss.endswith("computed (its load failed)")
 
 
 def test_the_chunks_of_a_prompt_are_found(host, path, tmp_path, capsys):

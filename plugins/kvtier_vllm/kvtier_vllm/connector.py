@@ -211,7 +211,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """A request joins vLLM's queue. If this engine is not served, its log line says why."""
         if self._refusal:
-            logger.info("kvtier: %s: hit 0 of %d tokens: %s", request.request_id, request.num_tokens, self._refusal)
+            logger.info(
+                "kvtier: %s: %d tokens: 0 from kvtier (%s)", request.request_id, request.num_tokens, self._refusal
+            )
         self._arrived(request)
 
     @guarded()
