@@ -50,15 +50,24 @@ def facts() -> Iterator[Fact]:
 
 def available_memory() -> int:
     """Bytes that can still be allocated here: in the node, or in the container if that is less."""
-    lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
-    of_node = int(lines.get("MemAvailable", "0 kB").split()[0]) << 10
     left = [_number(group / "memory.max") - _number(group / "memory.current") for group in _limited_groups()]
-    return min([of_node, *left])
+    return min([_of_node("MemAvailable"), *left])
+
+
+def whole_memory() -> int:
+    """Bytes of this node's memory, or of the container's limit if that is less."""
+    return min([_of_node("MemTotal"), *filter(None, [container_limit()])])
 
 
 def container_limit() -> int | None:
     """The memory limit of this process's control groups, in bytes; None if they have no limit."""
     return min((_number(group / "memory.max") for group in _limited_groups()), default=None)
+
+
+def _of_node(line: str) -> int:
+    """Bytes in this line of /proc/meminfo."""
+    lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+    return int(lines.get(line, "0 kB").split()[0]) << 10
 
 
 def _limited_groups() -> Iterator[Path]:
