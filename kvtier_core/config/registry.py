@@ -91,6 +91,15 @@ class Registry:
         clashes = [_clash(name, offers) for name, offers in found if len(offers) > 1]
         return [f"{clash.why}; {clash.hint}" for clash in clashes]
 
+    def lacking(self, offer: Offer) -> list[str]:
+        """The libraries that an offer needs and that are not installed, by the names in an index."""
+        from kvtier_core.config import versions
+
+        distribution = offer.plugin.partition(":")[0]
+        return (
+            run(lambda: versions.lacking(distribution, _EXTRAS.get((offer.kind, offer.name), offer.name))).value or []
+        )
+
     def log_problems(self) -> None:
         """Log a warning for each broken plugin and each clash, including those that no YAML file names."""
         for broken in self.broken:

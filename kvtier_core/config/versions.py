@@ -61,6 +61,16 @@ def bounds_of(requires: list[str]) -> SpecifierSet:
     return bounds
 
 
+def lacking(distribution: str, extra: str = "") -> list[str]:
+    """The names of what a distribution, or this extra of it, requires and is not installed."""
+    names = []
+    for each in metadata.requires(distribution) or []:
+        requirement = Requirement(each)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            names += [requirement.name] if not any(metadata.distributions(name=requirement.name)) else []
+    return names
+
+
 def within(version: str, bounds: SpecifierSet) -> bool:
     """Is the release of this version within these bounds? An unreadable version is within all bounds."""
     try:

@@ -58,7 +58,7 @@ class FolderLock:
             lock = FileLock(folder.fd)
         except BlockingIOError:
             raise BackendError(
-                f"{self.path}: another engine or tier keeps its frames here; give each its own path"
+                f"{self.path}: another engine or tier keeps its frames here; stop it, or give each its own path"
             ) from None
         try:
             self._check(folder)

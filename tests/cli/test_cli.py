@@ -58,6 +58,23 @@ def test_plugins_says_how_to_choose_among_two_of_a_name(folder, capsys):
     ]
 
 
+def test_plugins_says_which_library_is_missing(folder, capsys):
+    info = folder / "kvtier_poor-0.2.dist-info"
+    info.mkdir()
+    requires = "Requires-Dist: kvtier\nRequires-Dist: no-such-library>=2\nRequires-Dist: none-either; extra == 'x'\n"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvtier-poor\nVersion: 0.2\n{requires}")
+    (info / "entry_points.txt").write_text("[kvtier.v1]\npoor = kvtier_poor\n")
+    (folder / "kvtier_poor.py").write_text(
+        "from kvtier_core.hookspecs import hookimpl\nfrom kvtier_core.policies.lru import LruConfig as Theirs\n"
+        "import attrs\n@attrs.frozen\nclass PoorConfig(Theirs):\n    type = 'poor'\n    aliases = ()\n"
+        "@hookimpl\ndef kvtier_eviction_policies(): return [PoorConfig]\n"
+    )
+    assert main(["plugins"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert next(line.split()[-1] for line in told if "kvtier-poor:poor" in line) == "lacking"
+    assert "lacking: eviction policy poor needs no-such-library; pip install no-such-library" in told
+
+
 def test_plugins_shows_where_a_broken_one_failed(folder, capsys):
     install_broken(folder)
     assert main(["plugins", "--traceback"]) == 0

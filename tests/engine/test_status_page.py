@@ -159,24 +159,37 @@ def test_top_looks_again_and_again(host, path, capsys):
     assert "in GB/s  out GB/s" in capsys.readouterr().out
 
 
-def test_top_waits_for_an_engine_that_is_gone(host, path):
+def test_top_on_a_terminal_waits_for_an_engine_that_is_gone(host, path):
+    first = host()
+    script = f"import sys; from kvtier_core.cli import main; sys.exit(main(['top', '--socket', {str(path)!r}, "
+    master, slave = pty.openpty()
+    command = [sys.executable, "-c", script + "'--every', '0.01']))"]
+    with (
+        subprocess.Popen(command, stdout=slave, stderr=slave) as looks,
+        os.fdopen(master, errors="replace") as terminal,
+    ):
+        next(line for line in terminal if "tiny" in line)
+        first.side.status.close()
+        gone = next(line for line in terminal if "no engine answers" in line)
+        assert f"{path}: no engine answers: " in gone and "; top waits for one" in gone
+        first.close()
+        host(about={**ABOUT, "model": "another"})
+        next(line for line in terminal if "another" in line)
+        looks.kill()
+
+
+@pytest.mark.parametrize("form", ["--json", "--every=0.01"])
+def test_top_into_a_pipe_ends_with_its_engine(host, path, form):
     first = host()
     script = f"import sys; from kvtier_core.cli import main; sys.exit(main(['top', '--socket', {str(path)!r}, "
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    looks = subprocess.Popen([sys.executable, "-c", script + "'--json', '--every', '0.01']))"], **pipes)
-    plain = subprocess.Popen([sys.executable, "-c", script + "'--every', '0.01']))"], **pipes)
-    with looks, plain:
-        assert json.loads(looks.stdout.readline())[0]["model"] == "tiny"
-        assert plain.stdout.readline().startswith("pid ")
+    command = [sys.executable, "-c", script + f"'--every=0.01', {form!r}]))"]
+    with subprocess.Popen(command, **pipes) as looks:
+        assert "tiny" in looks.stdout.readline()
         first.side.status.close()
-        gone = next(line for line in plain.stdout if not line.startswith(("pid ", "tier ", "heap ", "disk ", "\n")))
-        assert gone.startswith(f"{path}: no engine answers: ") and gone.endswith("; top waits for one\n")
-        assert [] in map(json.loads, looks.stdout)
-        first.close()
-        host(about={**ABOUT, "model": "another"})
-        assert next(look for look in map(json.loads, looks.stdout) if look)[0]["model"] == "another"
-        assert "another" in next(line for line in plain.stdout if line.startswith("pid "))
-        looks.kill(), plain.kill()
+        told = looks.communicate(timeout=HANG)
+    assert looks.returncode == 2
+    assert "".join(told).count(f"{path}: no engine answers: ") == 1
 
 
 def test_top_needs_an_engine_to_begin_with(path, capsys):

@@ -29,7 +29,10 @@ _BOUND = "min"
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
-        "simulate", help="replay a trace of prompts through stacks, without bytes or an engine"
+        "simulate",
+        help="replay a trace of prompts through stacks, without bytes or an engine",
+        description="Replay a trace of prompts, such as an engine records, through the stack of a file or through one "
+        "of each capacity and policy, without bytes or an engine, and print the hit rates.",
     )
     studies.add_to(parser)
     which = parser.add_mutually_exclusive_group()
