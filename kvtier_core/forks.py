@@ -11,19 +11,47 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+def _process() -> tuple[int, int]:
+    """Distinguishes this process from those that it was forked from. The number alone does not: each PID namespace has
+    a process 1.
+    """
+    return os.getpid(), _forks
+
+
+def only_here(close: Callable[[], object]) -> Callable[[], None]:
+    """A function that calls ``close`` in this process, and does nothing in a process forked from it."""
+    here = _process()
+
+    def closes() -> None:
+        if _process() == here:
+            close()
+
+    return closes
+
 
 class ProcessBound:
     """An object that only the process which made it closes. In a process forked from that one, closing does nothing.
 
-    Plugins' classes are derived from it too: its attributes cannot clash with theirs, and frozen objects can have them.
+    For classes of kvtier's own, whose methods it replaces. Plugins write theirs as they like: see `only_here`.
     """
 
     __closing: Mapping[str, Callable[[], Any]] = types.MappingProxyType({"close": lambda: None})
-    __process: int
+    __process: tuple[int, int]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         made = super().__new__(cls)
-        object.__setattr__(made, "_ProcessBound__process", os.getpid())
+        made.__process = _process()
         return made
 
     def __init_subclass__(cls, closing: Mapping[str, Callable[[], Any]] | None = None, **kwargs: Any):
@@ -31,13 +59,13 @@ class ProcessBound:
         super().__init_subclass__(**kwargs)
         cls.__closing = closing or cls.__closing
         for name, otherwise in cls.__closing.items():
-            if isinstance(method := vars(cls).get(name), types.FunctionType):
+            if method := vars(cls).get(name):
                 setattr(cls, name, ProcessBound.__where_made(method, otherwise))
 
     @staticmethod
     def __where_made(close: Callable[..., Any], otherwise: Callable[[], Any]) -> Callable[..., Any]:
         @functools.wraps(close)
         def closes(self: ProcessBound, *args: Any, **kwargs: Any) -> Any:
-            return close(self, *args, **kwargs) if self.__process == os.getpid() else otherwise()
+            return close(self, *args, **kwargs) if self.__process == _process() else otherwise()
 
         return closes

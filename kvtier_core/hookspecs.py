@@ -33,6 +33,9 @@ from kvtier_core.interfaces import (
 
 #: The major version of the plugin interface is part of the group's name.
 GROUP = "kvtier.v1"
+#: Keys of a tier that belong to the core: no Config of a tier has a field of such a name. A key that the core got later
+#: is not among them: where a Config has a field of its name, the tier has that one, and the core's default.
+TIER_KEYS = "capacity encrypt eviction inflight seal_key serializer store_after threads timeout type"
 
 hookspec = pluggy.HookspecMarker("kvtier")
 hookimpl = pluggy.HookimplMarker("kvtier")

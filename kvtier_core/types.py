@@ -221,6 +221,15 @@ class Nbytes(int):
         return f"{int(self)}B"
 
 
+def size(nbytes: float) -> str:
+    """A size for people: three digits and a unit, ``1.46GiB``, without an exponent."""
+    for unit in _SIZE_UNITS:
+        if nbytes < 999.5 or unit == "PiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.3g}{unit}" if nbytes < 999.5 else f"{nbytes:.0f}{unit}"
+
+
 class Seconds(float):
     """A length of time in seconds, written with a unit: ``500ms``, ``2s``, ``1min``."""
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,18 @@ def test_every_block_runs(tmp_path):
 def test_every_command_is_named():
     (commands,) = (each.choices for each in cli.parser()._actions if each.choices)
     assert [name for name in commands if f"kvtier {name}" not in PAGE] == []
+
+
+def test_every_command_says_what_it_does():
+    (commands,) = (each.choices for each in cli.parser()._actions if each.choices)
+    assert [name for name, each in commands.items() if not (each.description or "").strip()] == []
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"kvtier {version('kvtier')}\n"
 
 
 def ending_of(arguments, capsys):

@@ -22,9 +22,10 @@ import pytest
 from source_copy import ROOT
 
 from kvtier_core.cli import parser
-from kvtier_core.config.decode import TIER_KEYS
+from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import StoreFull
+from kvtier_core.hookspecs import TIER_KEYS
 from kvtier_core.interfaces import Observer
 from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.telemetry.event_log import _LOG_LEVELS
@@ -150,10 +151,15 @@ def test_links_lead_somewhere(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_keys_of_the_core_are_those_that_no_tier_may_have():
+def test_the_keys_of_the_core_are_listed():
     page = (ROOT / "docs/plugins.md").read_text()
-    (named,) = re.findall(r"\n\n((?:`\w+`[,\n ]*(?:and )?)+) of a tier belong to the core", page)
-    assert re.findall(r"`(\w+)`", named) == sorted(TIER_KEYS)
+    names = r"((?:`\w+`[,\n ]*(?:and )?)+)"
+    (reserved,) = re.findall(rf"\n\n{names}of\na tier belong to the core", page)
+    (later,) = re.findall(rf"The core's\nlater keys are {names}\.", page)
+    keys = attrs.fields_dict(ArenaTierConfig).keys() | attrs.fields_dict(StoreTierConfig).keys()
+    keys = keys - {"name", "config", "source"} | {"type"}
+    assert re.findall(r"`(\w+)`", reserved) == TIER_KEYS.split()
+    assert re.findall(r"`(\w+)`", later) == sorted(keys - set(TIER_KEYS.split()))
 
 
 # -- troubleshooting ---------------------------------------------------------------------------------------

@@ -109,7 +109,8 @@ def test_the_list_has_every_sentence_and_no_other():
 
 #: What takes a hit line apart. `kvtier explain --json` has the same as data, and an observer has the events.
 CUTS_A_HIT_LINE = re.compile(
-    r"\b(split|partition|rpartition|match|fullmatch|search|sub|findall|finditer|compile)\([^)]*\b(hit|waited) "
+    r"\b(split|partition|rpartition|match|fullmatch|search|sub|findall|finditer|compile)"
+    r"\([^)]*\b(from kvtier|computed \(|waited )"
 )
 
 

@@ -23,7 +23,7 @@ def test_the_readme_is_short():
 
 
 def test_the_data_plane_is_as_small_as_it_says():
-    (said,) = re.findall(r"The data plane is less than ([\d,]+) lines of Python", README)
+    (said,) = re.findall(r"The core data path is less than ([\d,]+) lines of Python", README)
     assert said == f"{weight(*DATA_PLANE) // 500 * 500 + 500:,}"
 
 
@@ -39,6 +39,12 @@ def test_the_yaml_is_a_stack(tmp_path):
     (tmp_path / "kvtier.yaml").write_text(yaml)
     config = load_config(tmp_path / "kvtier.yaml", Registry.discover())
     assert [tier.name for tier in config.tiers] == ["cpu", "disk"]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples/stacks").glob("*.yaml")), ids=lambda file: file.name)
+def test_an_example_is_a_stack_and_is_listed(file):
+    load_config(file, Registry.discover())
+    assert f"({file.name})" in file.with_name("README.md").read_text()
 
 
 def test_the_table_is_what_the_demo_prints():

@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE, Output
+from kvtier_core.config.versions import own_version
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.work.io_pool import run
 
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
         description="Tiers for the KV cache of inference engines.",
         epilog=f"Exit codes: {FINE} success, {PROBLEMS} problems found, {USAGE} the command cannot run.",
     )
+    whole.add_argument("--version", action="version", version=f"kvtier {own_version()}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     for command in sorted({*modules, *_EXTRAS}):
         if command not in modules:

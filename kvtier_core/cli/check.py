@@ -15,11 +15,12 @@ import attrs
 
 from kvtier_core.cli import machine, tiers
 from kvtier_core.cli.host_files import stack_in
-from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
+from kvtier_core.cli.output import FINE, PROBLEMS, USAGE, Output, table
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.open import open_token_database
 from kvtier_core.config.quality import check_quality
 from kvtier_core.config.server_client import server_client
+from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.engine.start.startup import open_beside
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import Medium
@@ -29,13 +30,23 @@ from kvtier_core.storekit.user_folders import runtime_folders
 from kvtier_core.telemetry.observer_feed import Observers
 from kvtier_core.telemetry.status_page import socket_path
 from kvtier_core.telemetry.status_server import Server
-from kvtier_core.types import EnvSecret, Nbytes
+from kvtier_core.types import EnvSecret, Nbytes, size
+
+#: The ends of the paths of settings that no file has: of the arena that a tier brings itself.
+_DERIVED = (".staging.type", ".staging.capacity")
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("check", help="show the settings of a configuration file, or all its problems")
+    parser = commands.add_parser(
+        "check",
+        help="show the settings of a configuration file, or all its problems",
+        description="Read a configuration file and show what it says, or everything that is wrong with it; also what "
+        "is wrong with this machine for it, as far as nothing needs to be opened for that. No file changes.",
+    )
     parser.add_argument("file")
+    parser.add_argument("--all", action="store_true", help="show the defaults, too")
+    parser.add_argument("--elsewhere", action="store_true", help="the file is for another machine; ignore this one")
     parser.add_argument(
         "--open",
         action="store_true",
@@ -48,15 +59,22 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """A line for each setting, or every problem of the file."""
+    """A line for each setting that was written or derived, or every problem."""
     try:
         config = stack_in(options.file)
+    except ConfigError as error:
+        output.fail(error)
+        return USAGE if isinstance(error.__cause__, OSError) else PROBLEMS
+    try:
         if config.server:
             server_client()
-        rows = [(path, value, config.origin(path)) for path, value in _settings(config)]
+        if not options.elsewhere:
+            _must_suit(config, output)
+        rows = [(path, _shown(value), config.origin(path)) for path, value in _settings(config)]
         output.value = {"settings": [dict(zip(("path", "value", "origin"), row, strict=True)) for row in rows]}
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        for path, value, origin in rows:
+        shown = [row for row in rows if options.all or row[2] != "default" or row[0].endswith(_DERIVED)]
+        widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
+        for path, value, origin in shown:
             output.say(f"{path.ljust(widths[0])}  {value.ljust(widths[1])}  {origin}")
         quality = [told for number in range(len(config.tiers)) if (told := check_quality(config, number))]
         if quality:
@@ -77,8 +95,46 @@ def run(options: argparse.Namespace, output: Output) -> int:
         return PROBLEMS
     if lacking:
         return PROBLEMS
-    output.warn(f"{options.file}: no problems" + ("" if options.open else "; --open also opens its tiers"))
+    more = {"--all also shows defaults": options.all, "--open also opens its tiers": options.open}
+    output.warn("; ".join([f"{options.file}: no problems", *(told for told, done in more.items() if not done)]))
     return FINE
+
+
+def _must_suit(config: StackConfig, output: Output) -> None:
+    """Raise ConfigError with what keeps an engine from starting here, as far as it shows without opening anything."""
+    stores = ((number, tier) for number, tier in enumerate(config.tiers) if isinstance(tier, StoreTierConfig))
+    optional = tuple(config.path_of(number) for number, tier in stores if not tier.required)
+    collector = ProblemCollector()
+    for problem in (*_of_memory(config), *_of_folders(config), *_of_secrets(config)):
+        if problem.path.startswith(optional):
+            output.warn(f"{problem}; an engine starts without it")
+        else:
+            collector.problems.append(problem)
+    collector.raise_if_any()
+
+
+def _of_memory(config: StackConfig) -> Iterator[Problem]:
+    needed, there = sum(tier.capacity for tier in config.arenas), machine.whole_memory()
+    if needed > there:
+        why = f"memory tiers need {size(needed)}, but this machine has {size(there)}"
+        yield config.problem(config.path_of(0), why, "lower the capacity")
+
+
+def _of_folders(config: StackConfig) -> Iterator[Problem]:
+    used: dict[str, str] = {}
+    for number, tier in enumerate(config.tiers):
+        path = config.path_of(number)
+        for folder in folders(tier) if tier.config.medium is Medium.DISK else ():
+            if not (there := nearest(folder)).is_dir():
+                yield config.problem(path, f"{there} is not a folder", "name one")
+            if (other := used.setdefault(os.path.realpath(folder), path)) != path:
+                yield config.problem(path, f"{folder} is also the folder of {other}", "give each its own path")
+
+
+def _of_secrets(config: StackConfig) -> Iterator[Problem]:
+    for path, value in _settings(config):
+        if isinstance(value, EnvSecret) and not os.environ.get(value.variable):
+            yield config.problem(path, f"the environment variable {value.variable} is not set", "set it for the engine")
 
 
 def programs_not_found(config: StackConfig) -> Iterator[str]:
@@ -136,7 +192,9 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
     """Show the room in each tier and on this machine; returns what the machine lacks."""
     held = [(tier.name, str(tier.capacity), f"{tier.capacity // token:,}") for tier in config.tiers if tier.capacity]
     needs = list(_needs(config))
-    lacking = [f"{what} needs {needed}, but {has} is available" for what, needed, has in needs if needed > has]
+    lacking = [
+        f"{what} needs {size(needed)}, but {size(has)} is available" for what, needed, has in needs if needed > has
+    ]
     output.value |= {
         "token_nbytes": int(token),
         "chunk_tokens": config.chunk_tokens,
@@ -146,10 +204,10 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
     }
     output.say(
         "",
-        f"KV of a token: at most {token}; of a chunk of {config.chunk_tokens}: {Nbytes(token * config.chunk_tokens)}",
+        f"KV of a token: at most {token}; of one of {config.chunk_tokens}: {size(token * int(config.chunk_tokens))}",
     )
     output.say(*table(("tier", "capacity", "tokens"), held, left=1))
-    output.say(*(f"{what}: {needed} needed, {has} there" for what, needed, has in needs))
+    output.say(*(f"{what}: {size(needed)} needed, {size(has)} there" for what, needed, has in needs))
     output.say(*(output.paint(each, "bad") for each in lacking))
     return lacking
 
@@ -157,19 +215,15 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
 def _needs(config: StackConfig) -> Iterator[tuple[str, Nbytes, Nbytes]]:
     """The needs of the tiers on this machine, memory and space in each folder; and the amounts that are available."""
     arenas = Nbytes(sum(tier.capacity for tier in config.arenas))
-    yield "memory", arenas, _whole_mib(machine.available_memory())
+    yield "memory", arenas, Nbytes(machine.available_memory())
     for tier in config.tiers:
         if tier.config.medium is Medium.DISK and tier.capacity:
             for folder in folders(tier):
                 status = os.statvfs(nearest(folder))
-                yield f"{tier.name} in {folder}", tier.capacity, _whole_mib(status.f_bavail * status.f_frsize)
+                yield f"{tier.name} in {folder}", tier.capacity, Nbytes(status.f_bavail * status.f_frsize)
 
 
-def _whole_mib(nbytes: int) -> Nbytes:
-    return Nbytes(nbytes >> 20 << 20)
-
-
-def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:
+def _settings(config: StackConfig) -> Iterator[tuple[str, Any]]:
     for i, tier in enumerate(config.tiers):
         yield from _of_tier(tier, config.path_of(i))
     yield from _of_fields(config, "$", but=("tiers", "observers", "programs", "_places", "_plugins"))
@@ -180,15 +234,16 @@ def _settings(config: StackConfig) -> Iterator[tuple[str, str]]:
         yield from _of_fields(program, f"$.programs[{i}]")
 
 
-def _of_tier(tier: ArenaTierConfig | StoreTierConfig, path: str) -> Iterator[tuple[str, str]]:
+def _of_tier(tier: ArenaTierConfig | StoreTierConfig, path: str) -> Iterator[tuple[str, Any]]:
     yield f"{path}.type", tier.config.type
     yield from _of_fields(tier.config, path)
     shared = isinstance(tier, StoreTierConfig) and tier.config.shared
     evicts = ("eviction",) if shared else ()  # one engine's policy does not decide what leaves a shared store
-    yield from _of_fields(tier, path, but=("name", "config", "source", *evicts))
+    its = attrs.fields_dict(type(tier.config))
+    yield from _of_fields(tier, path, but=("name", "config", "source", *evicts, *its))
 
 
-def _of_fields(config: Any, path: str, but: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def _of_fields(config: Any, path: str, but: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     for field in attrs.fields(type(config)):
         if field.init and field.name not in but:
             value = getattr(config, field.name)
@@ -198,7 +253,7 @@ def _of_fields(config: Any, path: str, but: tuple[str, ...] = ()) -> Iterator[tu
                     yield at, value.type
                 yield from _of_fields(value, at)
             else:
-                yield at, _shown(value) if field.repr else "(hidden)"
+                yield at, value if field.repr else "(hidden)"
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError, Gone, Problem
-from kvtier_core.types import Nbytes
+from kvtier_core.types import size
 
 _DIGEST = re.compile(r"[0-9a-f]{2,64}")
 
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     for tier in chosen:
         removed, errors = _clear(tier, options.namespace)
         output.value[tier.name] = {**removed, "failed": errors}
-        output.say(f"{tier.name}: {removed['frames']} frames removed, {Nbytes(removed['nbytes'])}")
+        output.say(f"{tier.name}: {removed['frames']} frames removed, {size(removed['nbytes'])}")
         for error in errors:
             output.warn(error)
     return PROBLEMS if any(each["failed"] for each in output.value.values()) else FINE

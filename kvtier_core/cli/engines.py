@@ -16,6 +16,8 @@ from kvtier_core.telemetry.status_page import PATTERN
 #: Seconds that an engine may take to answer. An engine that computes a long prompt answers questions to its owner only
 #: after that step; an idle one, with its next request.
 _PATIENCE = 9.0
+#: What a `kvtier serve` sends first, for engines.
+_SERVER = b"kvtier:\n"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +56,8 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
             connection.sendall(json.dumps(question).encode() + b"\n")
             while piece := connection.recv(1 << 16):
                 received += piece
+                if received.startswith(_SERVER):
+                    raise BackendError(f"{path} is the socket of a server; run kvtier serve status --socket {path}")
         answer = json.loads(received) if received else None
     except TimeoutError as error:
         why = "the engine is idle or busy, and answers only during a step; retry while it serves requests"

@@ -13,6 +13,7 @@ from typing import Any
 from kvtier_core.cli import engines
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.errors import BackendError
+from kvtier_core.telemetry.status_page import sources
 
 #: Number of hit lines shown if no request is named.
 _LAST = 10
@@ -70,9 +71,8 @@ def tokens_of(file: Path) -> list[int]:
 
 def _of_requests(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for told in found:
-        had = f" (the engine had {told['engine_had']})" if told["engine_had"] else ""
         ago = f"{time.time() - told['at']:.0f} s ago"
-        yield f"{told['request']}: hit {told['loaded']} of {told['tokens']} tokens{had}, {ago}: {told['why']}"
+        yield f"{told['request']}, {ago}: {told['tokens']} tokens: {sources(told)}"
 
 
 def of_prompt(answer: Mapping[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ import attrs
 
 from kvtier_core import native
 from kvtier_core.storekit.files import ring_works
-from kvtier_core.types import Nbytes
+from kvtier_core.types import size
 
 #: A server with many connections and a disk tier may run out of descriptors if it has fewer.
 _FEW_FILES = 4096
@@ -31,12 +31,12 @@ class Fact:
 def facts() -> Iterator[Fact]:
     """The properties of a machine that a stack of tiers depends on."""
     yield Fact("kernel", platform.release())
-    yield Fact("page size", str(Nbytes(os.sysconf("SC_PAGE_SIZE"))))
+    yield Fact("page size", size(os.sysconf("SC_PAGE_SIZE")))
     yield Fact("native code", native.describe(), "" if native.extension else "run pip install . with a compiler")
-    yield Fact("memory available", in_mib(available_memory()))
+    yield Fact("memory available", size(available_memory()))
     limit = container_limit()
-    yield Fact("container memory limit", "none" if limit is None else in_mib(limit))
-    yield Fact("locked memory (ulimit -l)", _limit(resource.RLIMIT_MEMLOCK, in_mib))
+    yield Fact("container memory limit", "none" if limit is None else size(limit))
+    yield Fact("locked memory (ulimit -l)", _limit(resource.RLIMIT_MEMLOCK, size))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < _FEW_FILES
     yield Fact(
@@ -50,10 +50,13 @@ def facts() -> Iterator[Fact]:
 
 def available_memory() -> int:
     """Bytes that can still be allocated here: in the node, or in the container if that is less."""
-    lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
-    of_node = int(lines.get("MemAvailable", "0 kB").split()[0]) << 10
     left = [_number(group / "memory.max") - _number(group / "memory.current") for group in _limited_groups()]
-    return min([of_node, *left])
+    return min([_of_node("MemAvailable"), *left])
+
+
+def whole_memory() -> int:
+    """Bytes of this node's memory, or of the container's limit if that is less."""
+    return min([_of_node("MemTotal"), *filter(None, [container_limit()])])
 
 
 def container_limit() -> int | None:
@@ -61,9 +64,10 @@ def container_limit() -> int | None:
     return min((_number(group / "memory.max") for group in _limited_groups()), default=None)
 
 
-def in_mib(nbytes: int) -> str:
-    """Whole MiB, for people."""
-    return f"{nbytes >> 20:,}MiB"
+def _of_node(line: str) -> int:
+    """Bytes in this line of /proc/meminfo."""
+    lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+    return int(lines.get(line, "0 kB").split()[0]) << 10
 
 
 def _limited_groups() -> Iterator[Path]:

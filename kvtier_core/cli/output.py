@@ -67,15 +67,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> It
         yield "  ".join(cells).rstrip()
 
 
-def size(nbytes: float) -> str:
-    """A readable size: three digits and a unit, without an exponent."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if nbytes < 1000 or unit == "PiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.3g}{unit}" if nbytes < 1000 else f"{nbytes:.0f}{unit}"
-
-
 def _has_colours() -> bool:
     """See no-color.org."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -14,8 +14,8 @@ from kvtier_core.hookspecs import GROUP
 #: Entry points of another major version are in another group, which is not searched.
 _API = GROUP.rpartition(".")[2]
 _COLUMNS = ("kind", "name", "plugin", "version", "api", "state")
-_USABLE, _SHADOWED, _BROKEN = "usable", "shadowed", "broken"
-_MEANINGS = {_USABLE: "good", _SHADOWED: "warning", _BROKEN: "bad"}
+_USABLE, _LACKING, _SHADOWED, _BROKEN = "usable", "lacking", "shadowed", "broken"
+_MEANINGS = {_USABLE: "good", _LACKING: "warning", _SHADOWED: "warning", _BROKEN: "bad"}
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -23,7 +23,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "plugins",
         help="list the installed plugins, and say which are broken and why",
         description="List the installed plugins. A name that is shadowed is offered by several plugins, and must be "
-        "written in full.",
+        "written in full; one that is lacking needs a library that is not installed.",
     )
     parser.add_argument("--strict", action="store_true", help=f"exit with {PROBLEMS} if anything is broken or shadowed")
     parser.add_argument("--traceback", action="store_true", help="show where broken plugins failed")
@@ -36,11 +36,16 @@ def run(options: argparse.Namespace, output: Output) -> int:
     rows = [*_offers(registry), *map(_of_broken, registry.broken)]
     complaints = [f"broken: {broken}" for broken in registry.broken]
     complaints += [f"clash: {clash}" for clash in registry.clashes()]
+    lacking = [
+        f"lacking: {row['kind']} {row['name']} needs {', '.join(row['needs'])}; pip install {' '.join(row['needs'])}"
+        for row in rows
+        if row.get("needs")
+    ]
     output.value = {"plugins": rows, "clashes": registry.clashes()}
     for number, line in enumerate(table(_COLUMNS, list(map(_cells, rows)), left=len(_COLUMNS))):
         text, _, state = line.rpartition(" ")
         output.say(line if not number else f"{text} {output.paint(state, _MEANINGS[state])}")
-    output.say(*complaints)
+    output.say(*lacking, *complaints)
     if options.traceback:
         for broken in registry.broken:
             output.say("", f"{broken.plugin}:", *_traceback(broken))
@@ -55,7 +60,9 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def _offers(registry: Registry) -> Iterator[Mapping[str, Any]]:
     for offer in registry.offers():
-        state = _USABLE if registry.choose(offer.kind, offer.name) is offer.config else _SHADOWED
+        needs = registry.lacking(offer)
+        is_one = registry.choose(offer.kind, offer.name) is offer.config
+        state = _SHADOWED if not is_one else _LACKING if needs else _USABLE
         yield {
             "kind": offer.role,
             "name": offer.name,
@@ -64,6 +71,7 @@ def _offers(registry: Registry) -> Iterator[Mapping[str, Any]]:
             "version": offer.version,
             "api": _API,
             "state": state,
+            "needs": needs,
             "choose": offer.full_name if state == _SHADOWED else offer.name,
         }
 

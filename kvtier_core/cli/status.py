@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtier_core.cli import engines
-from kvtier_core.cli.output import FINE, PROBLEMS, Output, size, table
+from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
+from kvtier_core.types import size
 
 _COLUMNS = ("tier", "holds", "of", "full", "chunks", "hit rate", "in flight", "pins", "saved", "state")
 #: The columns to omit first if the terminal is too narrow for all.

@@ -34,7 +34,10 @@ Lines = Callable[[Mapping[str, Any], Mapping[str, Any] | None], Iterable[str]]
 
 def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "top", help="watch the tiers of running engines; with --json, print one line each time"
+        "top",
+        help="watch the tiers of running engines",
+        description="Show the tiers of running engines, and the speeds of their bytes, once a second; with --json, one "
+        "line each time. On a terminal it waits for an engine that has ended, elsewhere it ends with the last one.",
     )
     engines.add_to(parser)
     add_watch_to(parser)
@@ -59,14 +62,14 @@ def run(options: argparse.Namespace, output: Output) -> int:
 def watch(look: Look, lines: Lines, options: argparse.Namespace, output: Output) -> int:
     """Draw until interrupted, at most ``--count`` times.
 
-    Raises BackendError if the first look gets no answer. Later it waits for one.
+    Raises BackendError if the first look gets no answer, and later too, but not on a terminal, where it waits for one.
     """
     before: list[dict[str, Any]] = []
     looks = 0
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             now, silent = look()
-            if not now and not looks:
+            if not now and not (looks and sys.stdout.isatty()):
                 raise silent[0]
             _show(now, before, silent, lines, output)
             before, looks = now, looks + 1

@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeVar, Union
 
 import attrs
 
-from kvtier_core.config.model import ArenaTierConfig, Config, StoreTierConfig
+from kvtier_core.config.model import Config
 from kvtier_core.config.scalars import NUMBERS, SCALARS, Choose, Read, Unavailable, guess, number, one_of, read_text
 from kvtier_core.config.yaml_nodes import Node, ProblemCollector
 from kvtier_core.errors import ConfigError, ContractError
+from kvtier_core.hookspecs import TIER_KEYS
 from kvtier_core.interfaces import (
     ArenaConfig,
     BackendConfig,
@@ -36,11 +37,8 @@ class Kind:
     core_keys: frozenset[str] = frozenset({"type"})  #: keys in the same mapping, which no Config may have as fields
 
 
-#: The keys of arenas and store tiers that belong to the core.
-TIER_KEYS = frozenset({"type", *(attrs.fields_dict(ArenaTierConfig) | attrs.fields_dict(StoreTierConfig))})
-TIER_KEYS -= {"name", "config", "source"}
 KINDS = {
-    "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), TIER_KEYS),
+    "tier": Kind("kvtier_backends", (ArenaConfig, BackendConfig), frozenset(TIER_KEYS.split())),
     "eviction policy": Kind("kvtier_eviction_policies", (EvictionConfig,)),
     "token database": Kind("kvtier_token_databases", (TokenDatabaseConfig,)),
     "serializer": Kind("kvtier_serializers", (SerializerConfig,)),

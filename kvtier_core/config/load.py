@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, cast
 
 import attrs
@@ -129,16 +129,17 @@ def _class_of(node: Node, choose: Choose, collector: ProblemCollector) -> type[_
 
 def _read_tier(node: Node, cls: type[_TierPlugin], choose: Choose, name: str, plugin: str) -> _Tier:
     shape: type[_Tier] = ArenaTierConfig if issubclass(cls, ArenaConfig) else StoreTierConfig
-    own, its = _own_settings(shape), decode.settings(cls)
+    its = decode.settings(cls)
+    own = _own_settings(shape, but=its)
     if not issubclass(cls, ArenaConfig) and not (cls.shared is True or "shared" in node.entries()):
         own["capacity"] = attrs.evolve(own["capacity"], required=True)
     known = {"type": Setting(decode.reader(str), required=True), **own, **its}
     collector = ProblemCollector()
     values = decode.read_keys(node, known, choose, collector)
-    decode.validate(cls, node, values, collector)
-    decode.validate(shape, node, values, collector)
-    collector.raise_if_any()
     core = {key: values[key] for key in own if key in values}
+    decode.validate(cls, node, values, collector)
+    decode.validate(shape, node, core, collector)
+    collector.raise_if_any()
     config = decode.construct(cls, node, {key: values[key] for key in its if key in values})
     if not isinstance(config, ArenaConfig) and "capacity" not in core and not config.shared:
         raise node.wrong("'capacity' is missing; only a shared tier may omit it")
@@ -146,8 +147,9 @@ def _read_tier(node: Node, cls: type[_TierPlugin], choose: Choose, name: str, pl
     return decode.construct(shape, node, {"name": name, "config": config, "source": source, **core})
 
 
-def _own_settings(shape: type[_Tier]) -> dict[str, Setting]:
-    return decode.settings(shape, but=_NOT_WRITTEN)
+def _own_settings(shape: type[_Tier], but: Iterable[str] = ()) -> dict[str, Setting]:
+    """The core's own keys, except those that are fields of the plugin's Config."""
+    return decode.settings(shape, but=(*_NOT_WRITTEN, *but))
 
 
 def _names(classes: Sequence[type[_TierPlugin] | None]) -> list[str]:

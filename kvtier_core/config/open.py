@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, TypeVar
 import attrs
 
 from kvtier_core.builtin.packed_slots import OfUnpacked
+from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config.guard import PluginCall
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.quality import check_quality
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.errors import BackendError, ConfigError
+from kvtier_core.forks import only_here
 from kvtier_core.frames.identity import identity_of
 from kvtier_core.interfaces import (
     MAX_POLICY_STATE_NBYTES,
@@ -127,10 +129,19 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         media = {tier.name: tier.config.medium for tier in config.tiers}
         if config.has_peers and isinstance(levels[0], Arena):
             levels[0].sealed, levels[0].copied = sealed, copied
+        chosen = {tier.name: ", ".join(_chosen(tier)) for tier in config.tiers}
         of_all = functools.partial(StorageManager, namespace=ctx.namespace, layout=ctx.layout, clock=runtime.clock)
-        manager = of_all(levels, pool=pool, media=media, seals_all=runtime.seals_all or config.has_peers)
+        manager = of_all(levels, pool=pool, media=media, chosen=chosen, seals_all=runtime.seals_all or config.has_peers)
         closing.pop_all()
     return manager
+
+
+def _chosen(tier: ArenaTierConfig | StoreTierConfig) -> Iterator[str]:
+    """What decides about the frames of a tier, for people."""
+    if isinstance(tier, ArenaTierConfig) or not tier.config.shared:  # one engine's policy does not empty a shared store
+        yield tier.eviction.type
+    if isinstance(tier, StoreTierConfig) and tier.serializer != RawConfig():
+        yield f"serializer {tier.serializer.type}"
 
 
 def open_keyed_seal(tier: StoreTierConfig) -> KeyedSeal | None:
@@ -204,7 +215,7 @@ def open_observers(config: StackConfig, ctx: OpenContext) -> list[tuple[str, Obs
             call = PluginCall(config.plugin_of(chosen), name, f"$.observers[{i}]", config.problem)
             with collector:
                 observer = call.returns(Observer, functools.partial(chosen.open, ctx))
-                closing.callback(run, observer.close)
+                closing.callback(only_here(functools.partial(run, observer.close)))
                 opened.append((f"{name} ($.observers[{i}])", observer))
         collector.raise_if_any()
         closing.pop_all()
@@ -248,7 +259,7 @@ class _Opening:
                 store = SealedNames(store, codec.keyed_seal)
             if codec.is_raw and not self._shared and self.config.has_peers:
                 store = ShownStore(store, codec)
-                self.closing.callback(store.close)
+                self.closing.callback(only_here(store.close))
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
         index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
         return OpenedTier(tier, store, index, codec, capacity, self)
@@ -320,7 +331,7 @@ class _Opening:
         arena = isinstance(self.tier, ArenaTierConfig)
         expected: type[AllocatorBackend | Backend] = AllocatorBackend if arena else Backend
         store = call.returns(expected, lambda: self.tier.config.open(ctx))
-        self.closing.callback(lambda: run(store.close))
+        self.closing.callback(only_here(functools.partial(run, store.close)))
         if isinstance(store, AllocatorBackend) and (why := call.ask(lambda: _contradiction(store, ctx))):
             raise call.failed(why)
         if isinstance(store, Backend) and store.shared != self._shared:

@@ -59,11 +59,9 @@ class Registry:
     @classmethod
     def discover(cls) -> Registry:
         """A registry of the core's own plugin and all installed ones. A broken plugin does not affect the others."""
-        from importlib import metadata  # its import takes a tenth of a second, which `of` does not need
+        from kvtier_core.config import versions  # its import takes a tenth of a second, which `of` does not need
 
-        from kvtier_core.config import versions
-
-        own = next((found.version for found in metadata.distributions(name="kvtier")), "")
+        own = versions.own_version()
         registry = cls(own)
         for dist, entry in sorted(versions.entry_points(), key=lambda each: (str(each[0].name), each[1].name)):
             loaded = run(functools.partial(versions.load, dist, entry, own))
@@ -92,6 +90,15 @@ class Registry:
         found = [(name, self._find(kind, name)) for kind, name in wanted]
         clashes = [_clash(name, offers) for name, offers in found if len(offers) > 1]
         return [f"{clash.why}; {clash.hint}" for clash in clashes]
+
+    def lacking(self, offer: Offer) -> list[str]:
+        """The libraries that an offer needs and that are not installed, by the names in an index."""
+        from kvtier_core.config import versions
+
+        distribution = offer.plugin.partition(":")[0]
+        return (
+            run(lambda: versions.lacking(distribution, _EXTRAS.get((offer.kind, offer.name), offer.name))).value or []
+        )
 
     def log_problems(self) -> None:
         """Log a warning for each broken plugin and each clash, including those that no YAML file names."""

@@ -71,7 +71,8 @@ class _Making:
 
     def _tier(self, offer: Offer) -> Schema:
         shape = ArenaTierConfig if issubclass(offer.config, ArenaConfig) else StoreTierConfig
-        own, its = self.group(shape, but=("name", "config", "source")), self._chosen(offer)
+        its = self._chosen(offer)
+        own = self.group(shape, but=("name", "config", "source", *its["properties"]))
         its["properties"] |= own["properties"]
         its["required"] += own["required"]
         if issubclass(offer.config, BackendConfig) and offer.config.shared is not True:

@@ -22,6 +22,11 @@ from kvtier_core.hookspecs import GROUP
 _GROUP = re.compile(r"kvtier\.v[0-9]+")
 
 
+def own_version() -> str:
+    """The version of kvtier; empty if it is not installed."""
+    return next((found.version for found in metadata.distributions(name="kvtier")), "")
+
+
 def entry_points() -> list[tuple[metadata.Distribution, metadata.EntryPoint]]:
     """All plugins: those for this version of the interface, and those that are for other versions only."""
     every = metadata.entry_points()
@@ -54,6 +59,16 @@ def bounds_of(requires: list[str]) -> SpecifierSet:
             if canonicalize_name(requirement.name) == "kvtier" and requirement.marker is None:
                 bounds &= requirement.specifier
     return bounds
+
+
+def lacking(distribution: str, extra: str = "") -> list[str]:
+    """The names of what a distribution, or this extra of it, requires and is not installed."""
+    names = []
+    for each in metadata.requires(distribution) or []:
+        requirement = Requirement(each)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            names += [requirement.name] if not any(metadata.distributions(name=requirement.name)) else []
+    return names
 
 
 def within(version: str, bounds: SpecifierSet) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import ConfigError
 from kvtier_core.forks import ProcessBound
-from kvtier_core.types import ChunkKey, Nbytes
+from kvtier_core.types import ChunkKey, size
 from kvtier_core.work.io_pool import IOPool, Outcome
 
 logger = logging.getLogger("kvtier")
@@ -53,7 +53,7 @@ class Recorder(ProcessBound):
         except OSError as error:
             raise ConfigError([config.problem("$.record.path", f"cannot be written: {error}")]) from error
         self._pool = IOPool("record")
-        logger.info("kvtier: recording traffic to %s, up to %s", self.path, Nbytes(max(0, self._room)))
+        logger.info("kvtier: recording traffic to %s, up to %s", self.path, size(max(0, self._room)))
 
     def record(self, since: float, tokens: int, generated: int, keys: Sequence[ChunkKey], reason: str) -> None:
         """Record a request that arrived at ``since``, by the recorder's clock, and has ended now.

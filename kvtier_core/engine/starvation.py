@@ -14,10 +14,11 @@ _EVERY = 10.0
 #: A thread that waits for a core for a larger part of the time starves.
 _SHARE = 0.5
 
-#: The remedies: threads that spin while they wait take the cores of those that work.
-_WAY_OUT = (
-    "run fewer ranks and threads on each core (OMP_NUM_THREADS), let waiting threads sleep (KMP_BLOCKTIME=0, "
-    "OMP_WAIT_POLICY=passive), or raise the CPU quota of its cgroup"
+#: The causes, each with its remedy. Threads that spin while they wait take the cores of those that work.
+_CAUSES = (
+    "other programs use its cores (give it cores of its own), it has more ranks or threads than cores (run fewer: "
+    "OMP_NUM_THREADS), waiting threads spin (KMP_BLOCKTIME=0, OMP_WAIT_POLICY=passive), or the CPU quota of its cgroup "
+    "is used up"
 )
 
 
@@ -52,5 +53,5 @@ class Starvation:
         self._last, self._next = (now, waited), now + _EVERY
         seconds, period = waited - before, now - then
         if seconds > _SHARE * period:
-            why = f"it waited {seconds:.1f} s of {period:.1f} s for a core; {_WAY_OUT}"
-            self._log.log(logging.WARNING, self._of, "too few cores", why)
+            why = f"it waited {seconds:.1f} s of {period:.1f} s for a core"
+            self._log.log(logging.WARNING, f"{self._of}: too few cores", _CAUSES, why)

@@ -9,7 +9,6 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import attrs
 
-from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces.context import Medium, OpenContext
 from kvtier_core.layouts import ChunkLayout
 
@@ -42,7 +41,7 @@ class PagedKVCache:
     layout: ChunkLayout
 
 
-class AllocatorBackend(ProcessBound, abc.ABC):
+class AllocatorBackend(abc.ABC):
     """The memory of an arena: numbered slots that the engine's device can reach. Opened in the stack's process.
 
     The stack decides what each slot holds; an arena only owns the bytes. All memory is allocated when
@@ -106,7 +105,7 @@ class JobResult(NamedTuple):
     filled: Sequence[int] = ()
 
 
-class Mover(ProcessBound, abc.ABC):
+class Mover(abc.ABC):
     """Copies pages to slots and back, in the engine's worker process. Knows no keys.
 
     Every method is called on one thread, the one that enqueues the engine's work on its device. Job numbers are unique

@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces.arena import Mover, PageList
 from kvtier_core.types import ChunkKey, FrameRead, StoredFrame
 
@@ -20,7 +19,7 @@ class DirectLoad(NamedTuple):
     unread: Mapping[ChunkKey, FrameRead]  #: frames that could not be used, and why
 
 
-class DirectReader(ProcessBound, abc.ABC):
+class DirectReader(abc.ABC):
     """Loads frames of a store into pages, in a worker process of the engine. The store may vanish at any time.
 
     A page is overwritten only with verified bytes, header and payload, that nothing else can change after

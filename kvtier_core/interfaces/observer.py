@@ -8,12 +8,11 @@ from typing import ClassVar
 
 import attrs
 
-from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces.context import OpenContext
 from kvtier_core.types import Event
 
 
-class Observer(ProcessBound, abc.ABC):
+class Observer(abc.ABC):
     """Receives every event of one engine's stack once, in order.
 
     Called on its own thread: neither the engine nor other observers wait for it. Calls do not overlap. Events are

@@ -10,14 +10,13 @@ from typing import ClassVar, Protocol, runtime_checkable
 import attrs
 
 from kvtier_core.errors import BackendError
-from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces.arena import ArenaConfig, PagedKVCache
 from kvtier_core.interfaces.context import Medium, OpenContext
 from kvtier_core.interfaces.direct_reader import DirectReader
 from kvtier_core.types import ChunkKey, Location, Namespace, Nbytes
 
 
-class Backend(ProcessBound, abc.ABC):
+class Backend(abc.ABC):
     """Stores frames under keys.
 
     Called on I/O threads of its tier, and of a tier of peers, concurrently, but never twice at the same time for one

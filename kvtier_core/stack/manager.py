@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -32,11 +32,11 @@ from kvtier_core.types import (
     EventKind,
     FrameRead,
     Namespace,
-    Nbytes,
     ReadStatus,
     Slot,
     StoredFrame,
     Usage,
+    size,
 )
 from kvtier_core.work.io_pool import Pool, run
 
@@ -47,6 +47,13 @@ class Holds(NamedTuple):
     looked_up: bool
     reserved: bool
     self_test_slots: bool
+
+
+def in_words(facts: Mapping[str, str]) -> Iterator[str]:
+    """The facts of a tier for people: ``huge pages off`` for ``huge_pages: auto -> off``."""
+    for name, fact in facts.items():
+        asked, _, effective = fact.partition(" -> ")
+        yield f"{name.replace('_', ' ')} {effective if asked in ('auto', effective) else fact}"
 
 
 class StorageManager(Stack):
@@ -64,10 +71,13 @@ class StorageManager(Stack):
         layout: ChunkLayout,
         pool: Pool,
         media: Mapping[str, Medium] | None = None,
+        chosen: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         seals_all: bool = False,
     ):
-        """``media`` is by tier name; ``clock`` returns seconds; ``seals_all`` also seals chunks that no tier takes."""
+        """``media`` and ``chosen``, words for the log, are by tier name; ``clock`` returns seconds; ``seals_all`` also
+        seals chunks that no tier takes.
+        """
         self._levels = tuple(levels)
         self.arenas: Sequence[Arena] = [level for level in levels if isinstance(level, Arena)]
         self.tiers: Sequence[StoreTier] = [level for level in levels if isinstance(level, StoreTier)]
@@ -77,6 +87,7 @@ class StorageManager(Stack):
         self._layout = layout
         self._pool = pool  # seals frames, and copies them from arena to arena
         self.media = {level.name: (media or {}).get(level.name, Medium.UNSPECIFIED) for level in levels}
+        self._chosen = chosen or {}
         self.shared = [tier.name for tier in self.tiers if tier.backend.shared]
         self._clock = clock
         self._seals_all = seals_all
@@ -383,18 +394,21 @@ class StorageManager(Stack):
         for level in self._levels:
             facts = (level.memory if isinstance(level, Arena) else level.backend).facts()
             usage = level.usage()
-            words = [f"{Nbytes(usage.capacity)}", f"{usage.chunks} chunks held"]
             if level.name in self.shared:
                 words = ["shared with other engines"]  # whose frames this engine does not count
+            elif isinstance(level, Arena) and len(self._layout.parts) == 1:
+                words = [f"{size(usage.capacity)}, room for {level.capacity} chunks, {usage.chunks} held"]
+            else:
+                words = [f"{size(usage.capacity)}, {usage.chunks} chunks held"]
+            words += filter(None, [self._chosen.get(level.name)])
             if isinstance(level, StoreTier) and not level.lossless:
                 words.append("lossy: answers may differ")
             if isinstance(level, StoreTier) and level.reader_handle:
                 why = level.not_direct or (not_direct or {}).get(level.name)
                 words.append(f"workers read it: {f'no, {why}' if why else 'if they can'}")
             if isinstance(level, Arena) and self.packed:
-                words.append("packing: auto -> on")
-            words += [f"{name}: {fact}" for name, fact in facts.items()]
-            lines.append(f"{level.name}: {', '.join(words)}")
+                words.append("packing on")
+            lines.append(f"{level.name}: {'; '.join([*words, *in_words(facts)])}")
         return lines
 
     def usage(self) -> list[Usage]:

@@ -82,7 +82,7 @@ def folders(settings: Any) -> list[Path]:
 
 def nearest(folder: Path) -> Path:
     """The folder itself, or the nearest one above it that exists."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    return next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
 
 
 class NoFile(BackendError):

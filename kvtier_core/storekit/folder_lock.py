@@ -82,7 +82,9 @@ class FolderLock:
             raise (self._taken() if isinstance(error, BlockingIOError) else error) from None
 
     def _taken(self) -> BackendError:
-        return BackendError(f"{self.path}: another engine or tier keeps its frames here; give each its own path")
+        return BackendError(
+            f"{self.path}: another engine or tier keeps its frames here; stop it, or give each its own path"
+        )
 
     def release(self) -> None:
         """Unlock the folder. May be called twice."""

@@ -14,7 +14,7 @@ import attrs
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.forks import ProcessBound
-from kvtier_core.types import Nbytes
+from kvtier_core.types import size
 
 #: Frames are removed until this part of the capacity is free, so that not every write has to list the store.
 _HEADROOM = 1 / 32
@@ -114,7 +114,7 @@ class SharedSpace(ProcessBound):
         Raises StoreFull if they cannot fit, and BackendError: then nothing was counted.
         """
         if nbytes > self._capacity:
-            raise StoreFull(f"{Nbytes(nbytes)} does not fit in {Nbytes(self._capacity)}", missing=nbytes)
+            raise StoreFull(f"{size(nbytes)} does not fit in {size(self._capacity)}", missing=nbytes)
         held = self._spend(nbytes)
         if held == nbytes:
             return
@@ -257,7 +257,7 @@ class SharedSpace(ProcessBound):
     def _must_suffice(self, missing: int, failures: Sequence[BackendError] = ()) -> None:
         if missing > 0:
             why = f": {failures[0]}" if failures else ""
-            raise StoreFull(f"the store's {Nbytes(self._capacity)} are in use{why}", missing=missing)
+            raise StoreFull(f"the store's {size(self._capacity)} are in use{why}", missing=missing)
 
 
 def recount(store: SharedStore) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from kvtier_core.types import Event, EventKind, Nbytes, Usage
+from kvtier_core.types import Event, EventKind, Usage, size
 
 #: Reasons why tokens are bypassed that a tier has, or may have.
 DECLINED = "sooner computed than loaded"
@@ -84,7 +84,7 @@ class TierReadings:
         """The totals of chunks and tokens, for the log."""
         for kind in EventKind:
             if self.chunks[kind]:
-                nbytes = f" chunks ({Nbytes(self.nbytes[kind])})" if self.nbytes[kind] else ""
+                nbytes = f" chunks ({size(self.nbytes[kind])})" if self.nbytes[kind] else ""
                 yield f"{kind.value} {self.chunks[kind]}{nbytes}"
         if self.tokens:
             yield f"hit {self.tokens[EventKind.HIT]} of {self.tokens[EventKind.QUERIED]} tokens"

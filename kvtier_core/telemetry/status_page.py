@@ -48,6 +48,15 @@ def socket_path(setting: str) -> Path:
     return folder / f"status-{os.getpid()}-{next(_numbers)}.sock"
 
 
+def sources(told: Mapping[str, Any]) -> str:
+    """Where the tokens of a request came from, for people, with the tiers or the reason for none; see `note`."""
+    loaded, own, why = told["loaded"], told["engine_had"], f" ({told['why']})"
+    words = [f"{own} from the engine's own cache"] if own else []
+    words += [f"{loaded} from kvtier{why if loaded else ''}"]
+    words += [f"{told['tokens'] - own - loaded} computed{'' if loaded else why}"]
+    return ", ".join(words)
+
+
 class StatusPage:
     """The status of one engine, from `open` to `close`. The owner's thread calls every method.
 

@@ -58,6 +58,23 @@ def test_plugins_says_how_to_choose_among_two_of_a_name(folder, capsys):
     ]
 
 
+def test_plugins_says_which_library_is_missing(folder, capsys):
+    info = folder / "kvtier_poor-0.2.dist-info"
+    info.mkdir()
+    requires = "Requires-Dist: kvtier\nRequires-Dist: no-such-library>=2\nRequires-Dist: none-either; extra == 'x'\n"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvtier-poor\nVersion: 0.2\n{requires}")
+    (info / "entry_points.txt").write_text("[kvtier.v1]\npoor = kvtier_poor\n")
+    (folder / "kvtier_poor.py").write_text(
+        "from kvtier_core.hookspecs import hookimpl\nfrom kvtier_core.policies.lru import LruConfig as Theirs\n"
+        "import attrs\n@attrs.frozen\nclass PoorConfig(Theirs):\n    type = 'poor'\n    aliases = ()\n"
+        "@hookimpl\ndef kvtier_eviction_policies(): return [PoorConfig]\n"
+    )
+    assert main(["plugins"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert next(line.split()[-1] for line in told if "kvtier-poor:poor" in line) == "lacking"
+    assert "lacking: eviction policy poor needs no-such-library; pip install no-such-library" in told
+
+
 def test_plugins_shows_where_a_broken_one_failed(folder, capsys):
     install_broken(folder)
     assert main(["plugins", "--traceback"]) == 0
@@ -86,7 +103,7 @@ def test_plugins_tells_what_is_broken(folder, capsys):
 
 def test_check_shows_every_setting_and_its_origin(folder, capsys):
     (folder / "kvtier.yaml").write_text("version: 1\nload_wait: 500ms\ntiers:\n  - {type: heap, capacity: 1GiB}\n")
-    assert main(["check", "kvtier.yaml"]) == 0
+    assert main(["check", "kvtier.yaml", "--all"]) == 0
     told = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert told == [
         ["$.tiers[0].type", "heap", "kvtier.yaml:4"],
@@ -108,6 +125,68 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.status", "auto", "default"],
         ["$.server", "~", "default"],
     ]
+
+
+def test_check_shows_what_was_written_and_what_follows_from_it(folder, capsys):
+    (folder / "kvtier.yaml").write_text(
+        "version: 1\ntiers:\n  - {type: gds, capacity: 1GiB, paths: [store], mode: gds}\nload_wait: 500ms\n"
+    )
+    assert main(["check", "kvtier.yaml"]) == 0
+    told = capsys.readouterr()
+    assert [line.split()[0] for line in told.out.splitlines()] == [
+        *("$.tiers[0].staging.type", "$.tiers[0].staging.capacity"),
+        *("$.tiers[0].type", "$.tiers[0].paths", "$.tiers[0].mode", "$.tiers[0].capacity", "$.load_wait"),
+    ]
+    assert told.err == "kvtier.yaml: no problems; --all also shows defaults; --open also opens its tiers\n"
+
+
+DISK = "{type: disk, capacity: 1GiB, path: store"
+UNFIT = {
+    "no memory": (
+        "",
+        "1024TiB",
+        "kvtier.yaml:3: $.tiers[0]: memory tiers need 1PiB, but this machine has …; lower the capacity",
+    ),
+    "a folder that is a file": (
+        "{type: disk, capacity: 1GiB, path: kvtier.yaml/store}",
+        "1MiB",
+        "kvtier.yaml:4: $.tiers[1]: … is not a folder; name one",
+    ),
+    "two tiers with one folder": (
+        f"{DISK}}}\n  - {DISK.replace('store', './store')}, shared: true}}",
+        "1MiB",
+        "kvtier.yaml:5: $.tiers[2]: store is also the folder of $.tiers[1]; give each its own path",
+    ),
+    "a variable that is not set": (
+        f"{DISK}, seal_key: env:KVTIER_NOT_SET}}",
+        "1MiB",
+        "kvtier.yaml:4: $.tiers[1].seal_key: the environment variable KVTIER_NOT_SET is not set; set it for the engine",
+    ),
+}
+
+
+@pytest.mark.parametrize("below, capacity, told", UNFIT.values(), ids=UNFIT)
+def test_check_finds_what_keeps_an_engine_from_starting_here(folder, capsys, below, capacity, told):
+    first = f"version: 1\ntiers:\n  - {{type: heap, capacity: {capacity}}}\n"
+    (folder / "kvtier.yaml").write_text(first + (f"  - {below}\n" if below else ""))
+    before = tree(folder)
+    assert main(["check", "kvtier.yaml"]) == 1
+    said = capsys.readouterr().err
+    assert all(part in said for part in told.split("…"))
+    assert main(["check", "kvtier.yaml", "--elsewhere"]) == 0
+    assert tree(folder) == before
+
+
+def test_check_tells_what_an_engine_would_start_without(folder, capsys):
+    tiers = f"  - {{type: heap, capacity: 1MiB}}\n  - {DISK}, seal_key: env:KVTIER_NOT_SET, required: false}}\n"
+    (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n{tiers}")
+    assert main(["check", "kvtier.yaml"]) == 0
+    assert "KVTIER_NOT_SET is not set; set it for the engine; an engine starts without it" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_is_no_problem_of_the_file(folder, capsys):
+    assert main(["check", "missing.yaml"]) == 2
+    assert capsys.readouterr().err == "missing.yaml: $: cannot be read: No such file or directory\n"
 
 
 def test_check_tells_every_problem(folder, capsys):
@@ -158,7 +237,7 @@ def test_check_tells_what_cannot_be_opened(folder, capsys):
     (folder / "file").write_text("")
     disk = "{type: disk, capacity: 1GiB, path: file}"
     (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
-    assert main(["check", "kvtier.yaml", "--open"]) == 1
+    assert main(["check", "kvtier.yaml", "--open", "--elsewhere"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "assuming 128KiB of KV per token, as in Llama 3.1 8B; pass --model FOLDER for another model",
         "kvtier.yaml:4: $.tiers[1]: file: not a folder; name one",

@@ -11,15 +11,16 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft7Validator
 
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config.attach import attach
-from kvtier_core.config.decode import settings
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.open import open_stack, open_token_database
 from kvtier_core.config.registry import KINDS, Registry
+from kvtier_core.config.schema import schema_of
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import (
@@ -740,12 +741,24 @@ def test_a_capacity_of_zero_is_refused(write, key):
     assert complaints(load) == [f"kvtier.yaml:2: $.tiers[1].{key}: '{key}' must be greater than 0B"]
 
 
-def test_no_plugin_may_take_a_key_of_the_core():
-    own = (
-        settings(ArenaTierConfig, but=("name", "config", "source")).keys()
-        | settings(StoreTierConfig, but=("name", "config", "source")).keys()
-    )
-    assert KINDS["tier"].core_keys == own | {"type"}
+KEYS = (attrs.fields_dict(ArenaTierConfig) | attrs.fields_dict(StoreTierConfig)).keys() - {"name", "config", "source"}
+
+
+def test_what_is_reserved_are_keys_of_the_core():
+    assert KINDS["tier"].core_keys < KEYS | {"type"}
+
+
+@pytest.mark.parametrize("key", sorted(KEYS - KINDS["tier"].core_keys))
+def test_a_tier_that_was_published_before_a_key_of_the_core_keeps_its_field(key):
+    body = {"type": "earlier", "open": DiskConfig.open}
+    earlier = attrs.make_class("EarlierConfig", {key: attrs.field(type=int)}, (BackendConfig,), class_body=body)
+    registry = Registry.of(type("Earlier", (), {"kvtier_backends": hookimpl(lambda self: [CpuConfig, earlier])})())
+    stores = {"type": "earlier", "capacity": "1GiB", key: 3}
+    written = {"version": 1, "tiers": [{"type": "cpu", "capacity": "8MiB"}, stores]}
+    (tier,) = load_config(written, registry).stores
+    assert getattr(tier.config, key) == 3
+    assert tier == StoreTierConfig("earlier", tier.config, Nbytes(1 << 30))
+    assert Draft7Validator(schema_of(registry)).is_valid(written)
 
 
 words = st.sampled_from(["version", "tiers", "type", "capacity", "cpu", "disk", "1", "8GiB", *":-{}[],~&*!<?|'\"%\\"])

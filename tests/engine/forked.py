@@ -30,6 +30,7 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.start.startup import Engine, Identity
 from kvtier_core.errors import BackendError
+from kvtier_core.forks import only_here
 from kvtier_core.identity.digest_cache import Entry
 from kvtier_core.interfaces import Observer
 from kvtier_core.storekit.folder import Folder
@@ -49,7 +50,7 @@ from kvtier_serve.operators.http import HTTP
 from kvtier_serve.server import Server
 from kvtier_testing.samples import PagedBuffer, make_context, make_frame, make_keys, make_layout
 
-#: Closes the resource; raises if it does not work.
+#: Closes the resource, as the core would; raises if it does not work.
 Opened = tuple[Callable[[], object], Callable[[], object]]
 #: Bytes of a store, and of one of which a user takes more than a frame in advance.
 CAPACITY, LARGE = 1 << 24, 1 << 30
@@ -102,7 +103,7 @@ def store(tier: dict[str, Any], locked: bool = False, used: Callable[[], int] = 
             refused(lambda: opened(tier, capacity))
         counted.append(used())
 
-    return backend.close, works
+    return only_here(backend.close), works
 
 
 def shared_store(folder: Path) -> Opened:
@@ -126,7 +127,7 @@ def memory(folder: Path) -> Opened:
         assert [each.ok for each in mover.finished()] == [True]
         config.attach(arena.handle, buffer.kv_cache()).close()
 
-    return lambda: (mover.close(), arena.close()), works
+    return only_here(lambda: (mover.close(), arena.close())), works
 
 
 def threads(folder: Path) -> Opened:
@@ -183,7 +184,7 @@ def metrics(where: dict[str, Any]) -> Opened:
             client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert client.recv(1 << 16).startswith(b"HTTP/1.0 200")
 
-    return observer.close, works
+    return only_here(observer.close), works
 
 
 def events(folder: Path) -> Opened:
@@ -204,7 +205,7 @@ def events(folder: Path) -> Opened:
             if each != file:
                 each.unlink()
 
-    return observer.close, works
+    return only_here(observer.close), works
 
 
 def recording(folder: Path) -> Opened:
@@ -304,6 +305,7 @@ def engine_of_a_server(folder: Path, address: str) -> Opened:
     buffer = PagedBuffer(LAYOUT, 4, random.Random(0))
     handle = next(iter(engine.handles.values()))
     mover = served_tier(handle).config.attach(handle, buffer.kv_cache())
+    leave = only_here(mover.close)
     jobs = iter(range(100))
 
     def works() -> None:
@@ -316,7 +318,7 @@ def engine_of_a_server(folder: Path, address: str) -> Opened:
         with open(Path(address).parent / "kept" / "memory", "r+b") as file:
             assert used_by_others(file.fileno(), 0), "the next server does not see that its memory is in use"
 
-    return lambda: (mover.close(), engine.close()), works
+    return lambda: (leave(), engine.close()), works
 
 
 def connection(folder: Path, address: str) -> Opened:
@@ -354,7 +356,7 @@ def peers(folder: Path) -> Opened:
         wait_until(lambda: finds(reads, KEYS[0]))
         assert read_from(reads, KEYS[:1]) == [FRAMES[KEYS[0]]]
 
-    return lambda: (reads.close(), node.close()), works
+    return only_here(lambda: (reads.close(), node.close())), works
 
 
 OPENERS: dict[str, Callable[..., Opened]] = {

@@ -25,7 +25,9 @@ from test_layers import ALL_MODULES
 #: Calls that act on what a fork shares with its parent.
 UNDOES = {"unlink", "rmtree", "rmdir", "shutdown", "kill", "terminate", "unregister", "TemporaryDirectory"}
 UNDOES |= {"LOCK_UN", "F_UNLCK"}
-#: Functions that make such calls, and are methods of no ProcessBound class.
+#: The classes that plugins implement: the core closes what it has opened, each with `only_here` or in a ProcessBound.
+CLOSED_BY_THE_CORE = {"AllocatorBackend", "Backend", "DirectReader", "Mover", "Observer"}
+#: Functions that make such calls, and are methods of neither.
 KNOWN = {
     "kvtier_doctor.bench": "a command, which forks nobody",
     "kvtier_core.cli.check": "a command, which forks nobody",
@@ -104,6 +106,36 @@ def test_a_forked_child_closes_nothing_of_its_parents(what, folder, request):
         assert out.endswith("closed\n")
 
 
+#: Of process 1 of a PID namespace: it holds a lock, and forks process 1 of another namespace, which closes the lock.
+PROCESS_1 = """
+import ctypes, os, sys
+from pathlib import Path
+from kvtier_core.errors import BackendError
+from kvtier_core.storekit.folder_lock import FolderLock
+
+lock = FolderLock(Path(sys.argv[1]))
+lock.take()
+assert ctypes.CDLL(None).unshare(0x20000000) == 0, "cannot unshare"
+if not (child := os.fork()):
+    lock.release()
+    os._exit(0 if os.getpid() == 1 else 3)
+assert os.getpid() == 1 and os.waitpid(child, 0)[1] == 0
+try:
+    FolderLock(Path(sys.argv[1])).take()
+except BackendError:
+    print("locked")
+"""
+
+
+def test_a_child_with_the_number_of_its_parent_closes_nothing(folder):
+    namespace = ("unshare", "--user", "--map-root-user", "--pid", "--fork")
+    if subprocess.run([*namespace, "true"], capture_output=True).returncode:
+        pytest.skip("this user cannot make a PID namespace here")
+    command = [*namespace, sys.executable, "-c", PROCESS_1, folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.stdout == "locked\n", done.stderr
+
+
 def undoing():
     """Where the sources undo something: a class with its bases, or a module."""
     for module, file in ALL_MODULES.items():
@@ -123,7 +155,7 @@ def process_bound():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ClassDef)
     ]
-    bound, known = {"ProcessBound"}, set()
+    bound, known = {"ProcessBound", *CLOSED_BY_THE_CORE}, set()
     while found := {full for full, name, bases in classes if bases & bound} - known:
         known |= found
         bound |= {full.rpartition(".")[2] for full in found}

@@ -51,8 +51,9 @@ def test_a_prompt_without_these_tokens_has_no_such_chunk(host, caplog, lookahead
     served, asked = host(lookahead), prompt(1, 2 * CHUNK + lookahead - 1)
     assert (served.ask("first", asked), served.ask("second", asked)) == (0, CHUNK)
     assert served.ask("short", asked[: CHUNK + lookahead - 1]) == 0
-    why = f"fewer than {CHUNK} uncached tokens before the {lookahead} that drafts read"
-    assert f"short: hit 0 of {CHUNK + lookahead - 1} tokens: {why}" in caplog.text
+    why = f"less than one chunk of {CHUNK} tokens to look up before the {lookahead} that drafts read"
+    tokens = CHUNK + lookahead - 1
+    assert f"short: {tokens} tokens: 0 from kvtier, {tokens} computed ({why})" in caplog.text
     assert served.ask("one more", [*asked, 7]) == CHUNK
     assert served.ask("again", [*asked, 7]) == 2 * CHUNK
     served.assert_at_rest()

@@ -54,7 +54,7 @@ def said(caplog):
     def lines():
         found = [record.getMessage() for record in caplog.records]
         caplog.clear()
-        return [line for line in found if ": hit " in line]
+        return [line for line in found if " from kvtier" in line]
 
     return lines
 
@@ -67,7 +67,10 @@ def stored(host):
 def test_a_prompt_is_stored_and_then_loaded(host, said):
     served, asked = host(), prompt(1, 4 * CHUNK + 3)
     assert (served.ask("first", asked), served.ask("second", asked)) == (0, 4 * CHUNK)
-    assert said() == ["kvtier: first: hit 0 of 35 tokens: not stored", "kvtier: second: hit 32 of 35 tokens: heap 32"]
+    assert said() == [
+        "kvtier: first: 35 tokens: 0 from kvtier, 35 computed (not stored)",
+        "kvtier: second: 35 tokens: 32 from kvtier (heap 32), 3 computed",
+    ]
     assert served.ask("third", prompt(2, 50, asked[: 2 * CHUNK + 1])) == 2 * CHUNK
     served.assert_at_rest()
 
@@ -83,7 +86,7 @@ def test_a_prompt_comes_up_from_the_tier_below(stack, said):
     second.run(request)
     assert request.offered == 4 * CHUNK
     assert second.side.sources("second") == {}, "it has finished"
-    assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32"
+    assert said()[-1] == "kvtier: second: 35 tokens: 32 from kvtier (disk 32), 3 computed"
     second.assert_at_rest()
     second.close()
 
@@ -101,7 +104,7 @@ def test_a_request_waits_for_a_tier_no_longer_than_it_may(stack, said):
         answers.append(second.side.match(request.view(), 0))
     assert answers == [None, None, 0]
     second.side.admitted(request.view(), [[0, 1, 2, 3]], 0)
-    assert said()[-1] == "kvtier: second: hit 0 of 16 tokens: it was not promoted in time"
+    assert said()[-1] == "kvtier: second: 16 tokens: 0 from kvtier, 16 computed (it was not promoted in time)"
     second.side.finished(request.view(), "abort")
     second.close()
 
@@ -116,7 +119,9 @@ def test_only_what_the_engine_does_not_have_is_loaded(host, said):
     served.side.admitted(request.view(), [blocks], 3 * CHUNK - BLOCK)
     ((_, load),) = served.side.plan(Step([], [], {}.get)).loads
     assert load.pages == (((NO_BLOCK, 33),), ((34, 35),), ((36, 37),))
-    assert said()[-1] == "kvtier: third: hit 20 of 32 tokens (the engine had 12): heap 24"
+    assert said()[-1] == (
+        "kvtier: third: 32 tokens: 12 from the engine's own cache, 20 from kvtier (heap 24), 0 computed"
+    )
     assert served.side.sources("third") == {"heap": 20}
     served.side.progress(StepResult(ended_loads=["third"]))
     served.side.finished(request.view(), "abort")
@@ -255,8 +260,8 @@ def test_a_failed_load_is_computed_and_not_tried_again(host, said):
     served.run(request)
     assert request.offered == 0
     assert said() == [
-        "kvtier: second: hit 24 of 24 tokens: heap 24",
-        "kvtier: second: hit 0 of 24 tokens: its load failed",
+        "kvtier: second: 24 tokens: 24 from kvtier (heap 24), 0 computed",
+        "kvtier: second: 24 tokens: 0 from kvtier, 24 computed (its load failed)",
     ]
     assert served.ask("third", asked) == 3 * CHUNK
     served.assert_at_rest()
@@ -280,7 +285,7 @@ def test_an_item_counts_in_each_chunk_that_it_touches():
 def test_a_request_that_cannot_be_identified_is_bypassed(host, said):
     served, asked = host(), prompt(1, 3 * CHUNK)
     assert served.ask("first", asked, identity=Bypass("who knows?")) == 0
-    assert said() == ["kvtier: first: hit 0 of 24 tokens: who knows?"]
+    assert said() == ["kvtier: first: 24 tokens: 0 from kvtier, 24 computed (who knows?)"]
     assert stored(served) == 0
     served.assert_at_rest()
 
@@ -300,14 +305,14 @@ def test_a_bypass_that_comes_later_keeps_nothing_more(host, said):
     served.side.bypass("third", Bypass("its image is another's"))
     said()
     served.run(request)
-    assert said() == ["kvtier: third: hit 0 of 48 tokens: its image is another's"]
+    assert said() == ["kvtier: third: 48 tokens: 0 from kvtier, 48 computed (its image is another's)"]
 
 
 def test_a_request_that_wants_no_cached_prefix_is_stored_nevertheless(host, said):
     served, asked = host(), prompt(1, 3 * CHUNK)
     assert served.ask("first", asked, reads_cache=False) == 0
     assert served.ask("second", asked, reads_cache=False) == 0
-    assert said()[-1] == "kvtier: second: hit 0 of 24 tokens: it asked not to read cached prefixes"
+    assert said()[-1] == "kvtier: second: 24 tokens: 0 from kvtier, 24 computed (it asked not to read cached prefixes)"
     assert served.ask("third", asked) == 3 * CHUNK
 
 
@@ -322,7 +327,10 @@ def test_a_role_is_kept_to(stack, said, loads, stores):
     served.ask("third", prompt(2, 3 * CHUNK))
     assert stored(served) == (3 if loads else 6)
     if not loads:
-        assert said()[-1] == "kvtier: third: hit 0 of 24 tokens: this engine is configured to store only"
+        assert (
+            said()[-1]
+            == "kvtier: third: 24 tokens: 0 from kvtier, 24 computed (this engine is configured to store only)"
+        )
     served.close()
 
 
@@ -391,7 +399,7 @@ def test_requests_wait_for_a_ranks_self_test_no_longer_than_they_may(host, said)
     now[0] = 2.0
     served.run(waiting)
     assert waiting.offered == 0
-    assert said()[-1] == "kvtier: second: hit 0 of 24 tokens: the self-test has not finished"
+    assert said()[-1] == "kvtier: second: 24 tokens: 0 from kvtier, 24 computed (the self-test has not finished)"
 
 
 def test_a_failed_self_test_ends_it_all(host, said, caplog):
@@ -401,7 +409,7 @@ def test_a_failed_self_test_ends_it_all(host, said, caplog):
         served.step()
         assert served.ask(request_id, asked) == 0
     why = "the self-test failed: rank 1: arena heap: a load did not restore block 3 of layer a"
-    assert said()[-1] == f"kvtier: second: hit 0 of 24 tokens: {why}"
+    assert said()[-1] == f"kvtier: second: 24 tokens: 0 from kvtier, 24 computed ({why})"
     assert stored(served) == 0
     served.assert_at_rest()
 
@@ -422,7 +430,7 @@ def test_a_new_epoch_finds_nothing_of_the_old_one(host, said):
     assert stored(served) == 0, "what it computed stands on what was there before"
     said()
     assert served.ask("second", asked) == 0
-    assert said() == ["kvtier: second: hit 0 of 48 tokens: not stored"]
+    assert said() == ["kvtier: second: 48 tokens: 0 from kvtier, 48 computed (not stored)"]
     assert served.ask("third", asked) == 6 * CHUNK
     served.assert_at_rest()
 
@@ -454,7 +462,7 @@ def test_workers_that_notice_new_weights_open_one_epoch(host, said):
     assert stored(served) == 0
     said()
     assert served.ask("second", asked) == 0
-    assert said() == ["kvtier: second: hit 0 of 48 tokens: not stored"]
+    assert said() == ["kvtier: second: 48 tokens: 0 from kvtier, 48 computed (not stored)"]
     assert served.ask("third", asked) == 6 * CHUNK
     served.assert_at_rest()
 
@@ -466,7 +474,7 @@ def test_no_lookup_or_reservation_after_a_worker_reports_that_it_is_off(host, sa
     before = served.manager.usage()
     said()
     assert served.ask("second", asked) == served.ask("third", prompt(2, 6 * CHUNK)) == 0
-    why = "hit 0 of 48 tokens: rank 0 failed; see its log"
+    why = "48 tokens: 0 from kvtier, 48 computed (rank 0 failed; see its log)"
     assert said() == [f"kvtier: second: {why}", f"kvtier: third: {why}"]
     assert served.manager.usage() == before
     served.assert_at_rest()
@@ -497,7 +505,7 @@ def test_a_preempted_request_comes_back_with_what_it_had(host, said):
     served.ask("other", prompt(2, 6 * CHUNK))
     served.run(request)
     assert request.offered == 3 * CHUNK
-    assert "kvtier: first: hit 24 of 26 tokens: heap 24" in said()
+    assert "kvtier: first: 26 tokens: 24 from kvtier (heap 24), 2 computed" in said()
     served.assert_at_rest()
 
 

@@ -9,6 +9,7 @@ from test_ranks import LAST, REPORT
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import IdentityConfig
 from kvtier_core.config.registry import Registry
+from kvtier_core.config.versions import own_version
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.start.startup import Engine, Identity, Refusal
@@ -41,7 +42,7 @@ def test_the_scheduler_side_serves_the_engine_that_its_workers_described(caplog)
         assert side.chunk_tokens == 256
         facts = dict(side.namespace.facts)
         assert (facts["engine"], facts["layers"], facts["chunk tokens"]) == ("a host 1.2", "a b | c", "256")
-        assert any("kvtier: serves a host 1.2; " in line for line in caplog.messages)
+        assert any(f"kvtier: version {own_version()} in a host 1.2; " in line for line in caplog.messages)
     finally:
         side.close()
 

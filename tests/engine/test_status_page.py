@@ -118,7 +118,8 @@ def test_a_page_needs_no_scheduler_side(path, capsys):
         assert "75.0%" in capsys.readouterr().out
         assert main(["explain", "first", "--socket", str(path)]) == 0
         told = capsys.readouterr().out
-        assert told.startswith("first: hit 6 of 10 tokens (the engine had 2), ") and " s ago: heap 6" in told
+        assert told.startswith("first, ")
+        assert " s ago: 10 tokens: 2 from the engine's own cache, 6 from kvtier (heap 6), 2 computed" in told
     finally:
         page.close()
 
@@ -161,24 +162,37 @@ def test_top_looks_again_and_again(host, path, capsys):
     assert "in GB/s  out GB/s" in capsys.readouterr().out
 
 
-def test_top_waits_for_an_engine_that_is_gone(host, path):
+def test_top_on_a_terminal_waits_for_an_engine_that_is_gone(host, path):
+    first = host()
+    script = f"import sys; from kvtier_core.cli import main; sys.exit(main(['top', '--socket', {str(path)!r}, "
+    master, slave = pty.openpty()
+    command = [sys.executable, "-c", script + "'--every', '0.01']))"]
+    with (
+        subprocess.Popen(command, stdout=slave, stderr=slave) as looks,
+        os.fdopen(master, errors="replace") as terminal,
+    ):
+        next(line for line in terminal if "tiny" in line)
+        first.side.status.close()
+        gone = next(line for line in terminal if "no engine answers" in line)
+        assert f"{path}: no engine answers: " in gone and "; top waits for one" in gone
+        first.close()
+        host(about={**ABOUT, "model": "another"})
+        next(line for line in terminal if "another" in line)
+        looks.kill()
+
+
+@pytest.mark.parametrize("form", ["--json", "--every=0.01"])
+def test_top_into_a_pipe_ends_with_its_engine(host, path, form):
     first = host()
     script = f"import sys; from kvtier_core.cli import main; sys.exit(main(['top', '--socket', {str(path)!r}, "
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    looks = subprocess.Popen([sys.executable, "-c", script + "'--json', '--every', '0.01']))"], **pipes)
-    plain = subprocess.Popen([sys.executable, "-c", script + "'--every', '0.01']))"], **pipes)
-    with looks, plain:
-        assert json.loads(looks.stdout.readline())[0]["model"] == "tiny"
-        assert plain.stdout.readline().startswith("pid ")
+    command = [sys.executable, "-c", script + f"'--every=0.01', {form!r}]))"]
+    with subprocess.Popen(command, **pipes) as looks:
+        assert "tiny" in looks.stdout.readline()
         first.side.status.close()
-        gone = next(line for line in plain.stdout if not line.startswith(("pid ", "tier ", "heap ", "disk ", "\n")))
-        assert gone.startswith(f"{path}: no engine answers: ") and gone.endswith("; top waits for one\n")
-        assert [] in map(json.loads, looks.stdout)
-        first.close()
-        host(about={**ABOUT, "model": "another"})
-        assert next(look for look in map(json.loads, looks.stdout) if look)[0]["model"] == "another"
-        assert "another" in next(line for line in plain.stdout if line.startswith("pid "))
-        looks.kill(), plain.kill()
+        told = looks.communicate(timeout=HANG)
+    assert looks.returncode == 2
+    assert "".join(told).count(f"{path}: no engine answers: ") == 1
 
 
 def test_top_needs_an_engine_to_begin_with(path, capsys):
@@ -270,11 +284,13 @@ def test_a_request_is_explained_by_its_hit_line(host, path, capsys):
     served.ask("cmpl-7-0-1234abcd", PROMPT), served.ask("other", PROMPT)
     assert main(["explain", "cmpl-7", "--socket", str(path)]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("cmpl-7-0-1234abcd: hit 0 of 35 tokens, ") and told.endswith(" s ago: not stored\n")
+    assert told.startswith("cmpl-7-0-1234abcd, ")
+    assert told.endswith(" s ago: 35 tokens: 0 from kvtier, 35 computed (not stored)\n")
     assert told.count("\n") == 1
     assert main(["explain", "other", "--socket", str(path)]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("other: hit 32 of 35 tokens, ") and told.endswith(" s ago: heap 32\n")
+    assert told.startswith("other, ")
+    assert told.endswith(" s ago: 35 tokens: 32 from kvtier (heap 32), 3 computed\n")
     assert main(["explain", "third", "--socket", str(path)]) == 1
     assert "third: no engine knows this request" in capsys.readouterr().err
 
@@ -335,7 +351,8 @@ def test_the_last_ten_requests_are_listed(host, path, capsys):
         served.ask(f"{number}", PROMPT)
     assert main(["explain", "--socket", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10 and lines[0].startswith("2: hit 32 of 35 tokens, ") and lines[-1].endswith("ago: heap 32")
+    hit = "ago: 35 tokens: 32 from kvtier (heap 32), 3 computed"
+    assert len(lines) == 10 and lines[0].startswith("2, ") and all(line.endswith(hit) for line in lines)
     assert main(["explain", "--json", "--socket", str(path)]) == 0
     found = json.loads(capsys.readouterr().out)[str(path)]["found"]
     assert [told["request"] for told in found] == [f"{number}" for number in range(2, 12)]
@@ -350,7 +367,7 @@ def test_a_request_whose_load_failed_is_explained_by_both_of_its_lines(host, pat
     served.ask("second", PROMPT)
     assert main(["explain", "second", "--socket", str(path)]) == 0
     hit, miss = capsys.readouterr().out.splitlines()
-    assert hit.endswith(": heap 32") and miss.endswith(": its load failed")
+    assert "32 from kvtier (heap 32)" in hit and miss.endswith("computed (its load failed)")
 
 
 def test_the_chunks_of_a_prompt_are_found(host, path, tmp_path, capsys):

@@ -349,7 +349,7 @@ def test_a_slow_store_is_declined_and_the_line_has_both_numbers(served, said):  
     delivers(host, FRAME / 0.2)
     assert host.ask("second", ASKED) == 0
     why = "disk has 4 more chunks: 0.800 s to load them, 0.400 s to compute them"
-    assert said()[-1] == f"kvtier: second: hit 0 of 35 tokens: {why}"
+    assert said()[-1] == f"kvtier: second: 35 tokens: 0 from kvtier, 35 computed ({why})"
     assert saved(host).declined == CHUNKS * CHUNK
 
 
@@ -375,7 +375,7 @@ def test_a_declined_store_is_probed_and_taken_again(served, said):  # noqa: F811
     tier._reads._speed.rate = FRAME / 1e-3
     host.manager.arenas[0].make_room(32)
     assert host.ask("third", ASKED) == CHUNKS * CHUNK
-    assert said()[-1].startswith("kvtier: third: hit 32 of 35 tokens: disk 32")
+    assert said()[-1].startswith("kvtier: third: 35 tokens: 32 from kvtier (disk 32), 3 computed")
 
 
 def test_waiting_and_computing_are_reported_with_a_hit(served, said):  # noqa: F811
@@ -386,7 +386,10 @@ def test_waiting_and_computing_are_reported_with_a_hit(served, said):  # noqa: F
     assert host.side.match(request.view(), 0) is None
     clock.now = 0.25
     host.run(request)
-    assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
+    assert (
+        said()[-1]
+        == "kvtier: second: 35 tokens: 32 from kvtier (disk 32; waited 0.250 s, computing takes 0.400 s), 3 computed"
+    )
     assert (saved(host).savings["loaded"], saved(host).avoided, saved(host).waited) == (
         32,
         *map(pytest.approx, (0.4, 0.25)),
@@ -404,7 +407,10 @@ def test_the_engines_own_queue_is_not_waiting(served, said):  # noqa: F811
     for clock.now in (0.25, 0.5, 30.0):
         assert host.side.match(request.view(), 0) == CHUNKS * CHUNK
     host.run(request)
-    assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32; waited 0.250 s, computing takes 0.400 s"
+    assert (
+        said()[-1]
+        == "kvtier: second: 35 tokens: 32 from kvtier (disk 32; waited 0.250 s, computing takes 0.400 s), 3 computed"
+    )
     assert saved(host).net == pytest.approx(0.15)
 
 
@@ -511,4 +517,4 @@ def test_chunks_of_a_queued_request_are_promoted(served, said):  # noqa: F811
     host.side.drain(HANG)
     assert host.side.match(request.view(), 0) == CHUNKS * CHUNK
     host.run(request)
-    assert said()[-1] == "kvtier: second: hit 32 of 35 tokens: disk 32"
+    assert said()[-1] == "kvtier: second: 35 tokens: 32 from kvtier (disk 32), 3 computed"

@@ -25,9 +25,23 @@ MUTANTS = (
     Mutant(
         "a-fork-closes-its-parents",
         "kvtier_core/forks.py",
-        "if self.__process == os.getpid() else",
+        "if self.__process == _process() else",
         "if True else",
         "tests/engine/test_forks.py::test_a_forked_child_closes_nothing_of_its_parents[folder lock]",
+    ),
+    Mutant(
+        "a-fork-has-its-parents-number",
+        "kvtier_core/forks.py",
+        "    _forks += 1\n",
+        "    pass\n",
+        "tests/engine/test_forks.py::test_a_child_with_the_number_of_its_parent_closes_nothing",
+    ),
+    Mutant(
+        "a-fork-closes-a-plugins-object",
+        "kvtier_core/forks.py",
+        "        if _process() == here:\n",
+        "        if True:\n",
+        "tests/engine/test_closing_plugins.py::test_a_fork_of_an_opening_tier_closes_no_other",
     ),
     Mutant(
         "one-frames-failure-is-everybodys",

@@ -621,7 +621,9 @@ def test_a_stack_begins_with_an_arena(bench):
 def test_describe_lists_the_contents_of_each_tier(bench, monkeypatch):
     monkeypatch.setattr(bench.shelves[0], "facts", lambda: {"direct": "auto -> off"})
     bench.store(OURS)
-    assert bench.manager.describe() == ["cpu: 32KiB, 4 chunks held", "disk: 96KiB, 4 chunks held, direct: auto -> off"]
+    memory, disk = bench.manager.describe()
+    assert memory == f"cpu: 32KiB, room for {bench.arenas[0].capacity} chunks, 4 held"
+    assert disk == "disk: 96KiB, 4 chunks held; direct off"
 
 
 def test_a_cold_start_is_explained_by_the_namespace_that_differs_least(bench, monkeypatch):

@@ -9,7 +9,7 @@ from kvtier_core.engine.messages import ChunkPages
 from kvtier_core.engine.step import BlockTables, OfferedStates
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout, KVKind, Part, part_key
-from kvtier_core.types import ChunkKey, Nbytes
+from kvtier_core.types import ChunkKey, size
 
 
 class Boundaries:
@@ -34,7 +34,7 @@ class Boundaries:
             for group in (self._layout.groups[number] for number in part.groups):
                 nbytes = group.stored(self._layout.tokens) * sum(group.page_nbytes) * self._layout.ranks
                 where = "of every chunk" if part.number == 0 else "of chunks that a boundary needs"
-                yield f"{group.name}: {group.needs}: {Nbytes(nbytes)} {where}"
+                yield f"{group.name}: {group.needs}: {size(nbytes)} {where}"
         tokens = self._layout.tokens
         if self._states:
             yield f"requests can continue where the engine keeps states, at multiples of {tokens} tokens"

@@ -91,7 +91,7 @@ class Loads:
         state.load.sources = tokens_by_tier(tiers, first, match.computed, tokens, size)
         match.reason = ", ".join(f"{tier} {chunks * size}" for tier, chunks in Counter(tiers).items())
         if len(loaded) > match.found.exact:
-            match.reason += " (lossy: the answer may differ)"
+            match.reason += "; lossy: the answer may differ"
         state.load.frames = {}
         for slot, (number, part) in zip(match.found.slots, loaded, strict=False):
             place = slot.tier if isinstance(slot, StoredFrame) else slot.arena

@@ -31,7 +31,7 @@ from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import Arriving, Declined, Lookup, Terms, TooSmall
 from kvtier_core.telemetry.event_log import EventLog
 from kvtier_core.telemetry.observer_feed import Observers
-from kvtier_core.telemetry.status_page import StatusPage
+from kvtier_core.telemetry.status_page import StatusPage, sources
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace
 from kvtier_core.work.io_pool import run
 
@@ -392,10 +392,11 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
 
     def _why_no_hit(self, keys: Sequence[ChunkKey], found: Lookup) -> str:
         """Why a lookup found nothing that can be loaded now."""
-        if not keys and self._lookahead:
-            return f"fewer than {self.chunk_tokens} uncached tokens before the {self._lookahead} that drafts read"
+        chunk, ahead = self.chunk_tokens, self._lookahead
+        if not keys and ahead:
+            return f"less than one chunk of {chunk} tokens to look up before the {ahead} that drafts read"
         if not keys:
-            return f"fewer than {self.chunk_tokens} uncached tokens"
+            return f"less than one chunk of {chunk} tokens to look up"
         if not found.slots and not found.pending:
             return found.miss_reason
         if not self._self_test.is_open:
@@ -410,11 +411,10 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
 
     def _log_hit(self, state: RequestState, tokens: int) -> None:
         match = state.match
-        had = f" (the engine had {match.computed})" if match.computed else ""
         why = match.reason + (self._waiting.explain(state, tokens) if tokens else "")
         asked, tiers = state.view.tokens, dict(state.load.sources if tokens else {})
-        logger.info("kvtier: %s: hit %d of %d tokens%s: %s", state.name, tokens, asked, had, why)
         told = {"tokens": asked, "loaded": tokens, "engine_had": match.computed, "tiers": tiers, "why": why}
+        logger.info("kvtier: %s: %d tokens: %s", state.name, asked, sources(told))
         self.status.note(state.name, waited=state.wait.total, **told)
 
     def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:

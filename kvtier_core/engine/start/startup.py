@@ -12,6 +12,7 @@ from kvtier_core.builtin import packed_slots
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.open import Runtime, open_observers, open_stack, packs
 from kvtier_core.config.server_client import server_client, server_path
+from kvtier_core.config.versions import own_version
 from kvtier_core.engine.messages import Refusal, WorkerReport
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.scheduler.side import SchedulerSide
@@ -137,17 +138,19 @@ class Engine:
         asked: int | str,
     ) -> None:
         """Log what was opened: sizes, tiers, versions and identity."""
-        logger.info("kvtier: serves %s; %s", self.version, native.describe())
+        logger.info("kvtier: version %s in %s; %s", own_version(), self.version, native.describe())
         if self.replicas > 1 and config.server is None:
             line = "kvtier: data parallel: replica %d of %d; capacities are divided by %d"
             logger.info(line, self.replica, self.replicas, self.replicas)
         chunk_nbytes = Nbytes(sum(part.frame_nbytes for part in context.layout.parts))
         logger.info("kvtier: chunk_tokens: %s -> %d: a chunk takes %s", asked, config.chunk_tokens, chunk_nbytes)
-        for line in (*config.describe(), *stack.describe()):
+        for line in stack.describe():
             logger.info("kvtier: %s", line)
-        digests = context.namespace.digest.hex(), before_start.digest.hex()
-        line = "kvtier: identity %s: engines with the same one share KV; before the start, kvtier identity shows %s"
-        logger.info(line, *digests)
+        for line in config.describe():
+            logger.debug("kvtier: %s", line)
+        digest = context.namespace.digest.hex()
+        logger.info("kvtier: identity %s: engines with the same one share KV", digest[:8])
+        logger.debug("kvtier: identity in full: %s; before the start: %s", digest, before_start.digest.hex())
         for fact in context.namespace.facts:
             logger.debug("kvtier: identity: %s: %s", *fact)
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
-from kvtier_core.types import Nbytes
+from kvtier_core.types import size
 
 
 class MemoryLimit(NamedTuple):
@@ -25,7 +25,7 @@ def must_be_available(nbytes: int) -> None:
     limit = min(memory_limits())
     if nbytes > limit.nbytes:
         raise BackendError(
-            f"cpu: capacity needs {in_mib(nbytes)} of memory, but {limit.where} has {in_mib(limit.nbytes)} available; "
+            f"cpu: capacity needs {size(nbytes)} of memory, but {limit.where} has {size(limit.nbytes)} available; "
             "lower the capacity"
         )
 
@@ -47,11 +47,6 @@ def memory_limits(root: Path = Path("/")) -> Iterator[MemoryLimit]:
                 "memory.usage_in_bytes",
                 "total_inactive_file",
             )
-
-
-def in_mib(nbytes: int) -> Nbytes:
-    """Rounded up to whole MiB, for messages."""
-    return Nbytes(-(-nbytes >> 20) << 20)
 
 
 def _limits_of_groups(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[MemoryLimit]:

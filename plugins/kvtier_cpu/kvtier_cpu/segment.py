@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.folder import Folder, is_made, nearest, why_no_file
-from kvtier_core.types import Nbytes
-from kvtier_cpu.memory_limit import in_mib, must_be_available
+from kvtier_core.types import size
+from kvtier_cpu.memory_limit import must_be_available
 from kvtier_cpu.placement import Placement, whole_pages
 
 _SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -103,7 +103,7 @@ def _open(placement: Placement, huge_pages: str, keep: Path | None, checking: bo
     huge = huge_pages != "off" and _shmem_enabled() not in ("never", "deny")
     if huge_pages == "on" and not huge:
         raise BackendError(
-            f"cpu: huge_pages is on, but {in_mib(nbytes)} of huge pages are not reserved (vm.nr_hugepages) and "
+            f"cpu: huge_pages is on, but {size(nbytes)} of huge pages are not reserved (vm.nr_hugepages) and "
             f"{_SHMEM_ENABLED} is {_shmem_enabled()}; huge_pages: auto uses ordinary pages"
         )
     pages = "transparent" if huge else "off"
@@ -112,7 +112,7 @@ def _open(placement: Placement, huge_pages: str, keep: Path | None, checking: bo
     except OSError as error:
         where = "shared memory" if keep is None else f"memory in {keep}"
         why = "others have taken the space meanwhile" if error.errno == errno.EFAULT else error.strerror
-        raise BackendError(f"cpu: cannot allocate {in_mib(nbytes)} of {where}: {why}; lower the capacity") from error
+        raise BackendError(f"cpu: cannot allocate {size(nbytes)} of {where}: {why}; lower the capacity") from error
 
 
 def _make(
@@ -173,7 +173,7 @@ class _Kept:
         room = system.f_bavail * system.f_frsize + self.nbytes
         if system.f_blocks and placement.nbytes > room:  # a tmpfs without a bound has none
             raise BackendError(
-                f"cpu: capacity needs {in_mib(placement.nbytes)} in {keep}, but {Nbytes(room)} is available; lower the "
+                f"cpu: capacity needs {size(placement.nbytes)} in {keep}, but {size(room)} is available; lower the "
                 "capacity, or enlarge the tmpfs (mount -o remount,size=…)"
             )
 

@@ -11,6 +11,7 @@ import attrs
 import pytest
 
 from kvtier_core.errors import BackendError
+from kvtier_core.types import size
 from kvtier_cpu import memory_limit as available
 from kvtier_cpu import plugin, segment
 from kvtier_cpu.config import CpuConfig
@@ -329,7 +330,10 @@ def test_memory_that_the_kernel_refuses(monkeypatch):
     monkeypatch.setattr(segment, "_populate", refuse)
     with pytest.raises(BackendError) as caught:
         open_cpu(capacity=1 << 20)
-    assert str(caught.value) == "cpu: cannot allocate 1MiB of shared memory: Cannot allocate memory; lower the capacity"
+    frame = make_layout().frame_nbytes
+    of_slots = size((1 << 20) // frame * frame)
+    why = "shared memory: Cannot allocate memory; lower the capacity"
+    assert str(caught.value) == f"cpu: cannot allocate {of_slots} of {why}"
 
 
 def test_memory_is_present_at_open():

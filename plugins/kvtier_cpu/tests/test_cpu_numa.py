@@ -257,7 +257,7 @@ def test_a_failure_half_way_leaves_the_thread_as_it_was(monkeypatch):
 
     monkeypatch.setattr(segment, "_populate", fail)
     before = current()
-    with pytest.raises(BackendError, match="^cpu: cannot allocate 4MiB of shared memory: Cannot allocate memory"):
+    with pytest.raises(BackendError, match="^cpu: cannot allocate 3.95MiB of shared memory: Cannot allocate memory"):
         CpuConfig(huge_pages="off").open(context(0, NOWHERE))
     assert current() == before
 

@@ -15,7 +15,7 @@ from kvtier_core.storekit.folder import Folder, NoFile, backend_errors
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.storekit.namespaces import home_of
 from kvtier_core.storekit.shared_space import SharedSpace
-from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey, Namespace, Nbytes, size
 from kvtier_disk.files import Access, discard, read_frames, write_unfinished
 from kvtier_disk.frames import (
     Found,
@@ -195,7 +195,7 @@ class FolderBackend(Backend, SupportsListing, SupportsNamespaces):
         free = free_of(root)
         if free - nbytes < self._min_free:
             raise StoreFull(
-                f"{self._path}: {Nbytes(nbytes)} to write, {Nbytes(free)} free, "
+                f"{self._path}: {size(nbytes)} to write, {size(free)} free, "
                 f"of which min_free reserves {self._min_free}",
                 missing=self._min_free + nbytes - free,
             )

@@ -12,7 +12,7 @@ import attrs
 
 from kvtier_core.cli import machine, tiers
 from kvtier_core.cli.host_files import stack_in
-from kvtier_core.cli.output import FINE, PROBLEMS, Output, size, table
+from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.open import OpenedTier
 from kvtier_core.errors import ConfigError, KvtierError
@@ -20,7 +20,7 @@ from kvtier_core.interfaces import AllocatorBackend, SupportsTrial
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.storekit.folder import folders, nearest
 from kvtier_core.transfer.cuda.host_registration import page_tables
-from kvtier_core.types import Nbytes
+from kvtier_core.types import Nbytes, size
 from kvtier_core.work.io_pool import run_within
 from kvtier_doctor.measure import Frames, median, seconds
 

@@ -21,7 +21,7 @@ from kvtier_core.frames.identity import PACKED, RAW, CodecIdentity, Protection, 
 from kvtier_core.interfaces import SerializerConfig, Stored
 from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.stack.store_tier.policy_state import key_of
-from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Nbytes
+from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Nbytes, size
 
 if TYPE_CHECKING:
     from kvtier_core.encoding.keyed_seal import KeyedSeal
@@ -171,7 +171,7 @@ class _Report:
     def print_totals(self) -> None:
         """A line for each finding, and one for each codec of whole frames."""
         for finding in Finding:
-            total = f"{finding.value.ljust(12)} {self.counts[finding]:>8}  {Nbytes(self.nbytes[finding])}"
+            total = f"{finding.value.ljust(12)} {self.counts[finding]:>8}  {size(self.nbytes[finding])}"
             if finding is not Finding.POLICY or self.counts[finding]:
                 self.output.say(total)
         self.output.say(*(f"codec: {codec}: {count}" for codec, count in sorted(self.codecs.items())))
@@ -188,7 +188,7 @@ class _Report:
         if stored.key is None or stored.home is None:
             return Finding.FOREIGN, "not a frame by its name, place and length"
         if self.capacity is not None and stored.nbytes > self.capacity:
-            return Finding.FOREIGN, f"{Nbytes(stored.nbytes)}, and the tier's capacity is {self.capacity}"
+            return Finding.FOREIGN, f"{size(stored.nbytes)}, and the tier's capacity is {self.capacity}"
         try:
             header = inspect(stored.nbytes, stored.read)
             if isinstance(header, Header):

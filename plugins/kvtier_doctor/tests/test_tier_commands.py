@@ -96,7 +96,7 @@ def test_the_doctor_tells_what_cannot_be_used(folder, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[-2:] == [
         "disk cannot be used: kvtier.yaml:4: $.tiers[1]: store: another engine or tier keeps its frames here; "
-        "give each its own path",
+        "stop it, or give each its own path",
         "1 of 2 tiers cannot be opened: an engine does not start with this file",
     ]
 

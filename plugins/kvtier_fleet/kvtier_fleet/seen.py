@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from kvtier_core.cli.output import size
+from kvtier_core.types import size
 
 
 class Events(Struct):

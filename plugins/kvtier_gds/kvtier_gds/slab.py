@@ -17,7 +17,7 @@ from kvtier_core.storekit.files import bounce, write_files
 from kvtier_core.storekit.folder import Folder, NoFile, why_no_file
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.transfer.own_shard import FrameRange
-from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
+from kvtier_core.types import FRAME_ALIGNMENT, size
 from kvtier_gds.extents import Extents
 from kvtier_gds.table import RECORD_NBYTES, Record, Table, without_overlaps
 
@@ -190,10 +190,10 @@ class Slab:
         with contextlib.suppress(FileNotFoundError):
             held = 512 * self.folder.status(FRAMES).st_blocks
         if nbytes > (room := system.f_bavail * system.f_frsize + held):
-            raise self._too_large(nbytes, f"it has {Nbytes(room)}")
+            raise self._too_large(nbytes, f"it has {size(room)}")
 
     def _too_large(self, nbytes: int, why: str) -> BackendError:
-        why = f"{Nbytes(nbytes)} does not fit on this file system ({why})"
+        why = f"{size(nbytes)} does not fit on this file system ({why})"
         return BackendError(f"{self.path}: {why}; free some space there, or lower the capacity")
 
 

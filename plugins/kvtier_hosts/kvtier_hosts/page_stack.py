@@ -65,7 +65,7 @@ class PageStack:
         for tier in self._stack.tiers:
             self._stack.stop_direct_reads(tier.name, "the host's pages are copied from slots")
         self._events = EventLog(observers, time.monotonic)
-        for line in (*config.describe(), *self._stack.describe()):
+        for line in self._stack.describe():
             logger.info("kvtier: %s", line)
         logger.info("kvtier: identity %s", self._namespace.digest.hex())
         if cold := self._stack.why_cold():

@@ -15,6 +15,7 @@ from kvtier_core.config.open import open_arena
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.interfaces import AllocatorBackend, OpenContext, SupportsKeeping, SupportsSharing
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
+from kvtier_core.stack.manager import in_words
 from kvtier_core.storekit.folder import file_system_of, folders, nearest, place_in
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.types import FRAME_ALIGNMENT, Namespace, Nbytes
@@ -65,8 +66,7 @@ def check(config: StackConfig) -> list[str]:
 def described(config: StackConfig, memories: Iterable[Memory]) -> list[str]:
     lines = []
     for memory in memories:
-        facts = "".join(f", {name}: {fact}" for name, fact in memory.backend.facts().items())
-        lines.append(f"{memory.tier.name}: {memory.tier.capacity}{facts}")
+        lines.append(f"{memory.tier.name}: {'; '.join([f'{memory.tier.capacity}', *in_words(memory.backend.facts())])}")
     return lines + [f"{tier.name}: opens when the first engine connects" for tier in config.stores]
 
 

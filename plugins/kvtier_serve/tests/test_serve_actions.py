@@ -68,6 +68,12 @@ def test_the_status_has_memory_tiers_and_tenants(served, ask):
     assert [tier["chunks"] for tier in json.loads(told)["namespaces"][0]["tiers"]] == [6, 6]
 
 
+def test_status_of_an_engine_names_the_command_for_a_server(served, capsys):
+    assert main(["status", "--socket", str(served.path)]) == 2
+    way = f"run kvtier serve status --socket {served.path}"
+    assert capsys.readouterr().err == f"{served.path} is the socket of a server; {way}\n"
+
+
 def test_top_looks_again_and_again(served, ask):
     stored(served)
     out, _, status = ask("top", "--count", 2, "--every", 0.01)

@@ -46,7 +46,7 @@ def test_serve_prints_the_setting_for_engines_and_ends_on_a_signal(file, tmp_pat
 
 def test_check_opens_the_memory_and_ends(file):
     checked = kvtier("serve", "--config", file, "--check")
-    assert checked.returncode == 0 and checked.stdout.startswith("cpu: 1MiB, huge_pages: off -> off")
+    assert checked.returncode == 0 and checked.stdout.startswith("cpu: 1MiB; huge pages off")
 
 
 KEPT = "{{type: cpu, capacity: {capacity}, huge_pages: off, keep: {home}/kept}}"

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.cli.output import FINE, Output, size, table
+from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.registry import Registry
 from kvtier_core.policies.gittins import GittinsConfig
-from kvtier_core.types import Nbytes
+from kvtier_core.types import Nbytes, size
 from kvtier_simulate import stacks, studies
 from kvtier_simulate.bar import Bar
 from kvtier_simulate.replay import Tally
@@ -24,7 +24,12 @@ _WRITTEN = ("type: cpu", "type: disk, path: /var/lib/kvtier")
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("plan", help="find the capacities and policies that suit a trace and a budget")
+    parser = commands.add_parser(
+        "plan",
+        help="find the capacities and policies that suit a trace and a budget",
+        description="Replay a trace of prompts through stacks of several sizes and policies within a budget, and print "
+        "the tiers of the smallest that saves nearly as much as the best. A long trace takes minutes.",
+    )
     studies.add_to(parser)
     parser.add_argument("--ram", required=True, help="memory to use at most, such as 64GiB")
     parser.add_argument("--ssd", help="disk space to use at most")

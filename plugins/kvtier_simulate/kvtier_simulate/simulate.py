@@ -9,11 +9,12 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.cli.output import FINE, Output, size, table
+from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
+from kvtier_core.types import size
 from kvtier_simulate import stacks, studies
 from kvtier_simulate.bar import Bar
 from kvtier_simulate.plot import Curve, Picture, check_name
@@ -28,7 +29,10 @@ _BOUND = "min"
 def add_to(commands: argparse._SubParsersAction) -> None:
     """Add the command and its options."""
     parser = commands.add_parser(
-        "simulate", help="replay a trace of prompts through stacks, without bytes or an engine"
+        "simulate",
+        help="replay a trace of prompts through stacks, without bytes or an engine",
+        description="Replay a trace of prompts, such as an engine records, through the stack of a file or through one "
+        "of each capacity and policy, without bytes or an engine, and print the hit rates.",
     )
     studies.add_to(parser)
     which = parser.add_mutually_exclusive_group()

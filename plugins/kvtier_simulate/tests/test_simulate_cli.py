@@ -15,9 +15,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvtier_core.cli import main
-from kvtier_core.cli.output import size
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
+from kvtier_core.types import size
 from kvtier_simulate.bar import Bar
 from kvtier_simulate.optimum import Optimum
 from kvtier_simulate.plot import Curve, Picture

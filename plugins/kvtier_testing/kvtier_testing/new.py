@@ -29,7 +29,12 @@ def kinds() -> list[str]:
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("new", help="start a plugin of your own, ready to install and test")
+    parser = commands.add_parser(
+        "new",
+        help="start a plugin of your own, ready to install and test",
+        description="Create the project of a plugin, kvtier-NAME: a small plugin of this kind that works, its tests "
+        "with the laws of its interface, and the files to install and publish it.",
+    )
     parser.add_argument("name", help="its name in YAML, in lower case: my-tier")
     parser.add_argument("--kind", required=True, choices=kinds())
     parser.add_argument("--into", type=Path, default=Path(), help="create kvtier-NAME in this folder")

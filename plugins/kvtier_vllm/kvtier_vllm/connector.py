@@ -213,7 +213,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """A request joins vLLM's queue. If this engine is not served, its log line says why."""
         if self._refusal:
             name = printable(request.request_id)
-            logger.info("kvtier: %s: hit 0 of %d tokens: %s", name, request.num_tokens, self._refusal)
+            logger.info("kvtier: %s: %d tokens: 0 from kvtier (%s)", name, request.num_tokens, self._refusal)
         self._arrived(request)
 
     @guarded()

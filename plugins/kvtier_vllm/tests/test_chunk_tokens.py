@@ -40,7 +40,7 @@ def test_an_engine_finds_its_size_of_chunks_and_hits_in_it(engine, said, deep, s
     with engine(stack, model=deep, enable_prefix_caching=True) as served:
         assert FOUND in said()
         served.ask(prompt(101, 127))
-        assert served.outcomes() == [miss(127, "fewer than 128 uncached tokens")]
+        assert served.outcomes() == [miss(127, "less than one chunk of 128 tokens to look up")]
         served.ask(asked[: 3 * 128 + 1])
         (own,) = served.own_hits(asked)
         forget(served)

@@ -147,7 +147,7 @@ def test_two_replicas_share_nothing_and_come_back_warm(engine, fork_server, mode
     for log in logs:
         for replica in (0, 1):
             assert f"data parallel: replica {replica} of 2; capacities are divided by 2" in log
-        assert log.count("disk: 512MiB, ") == log.count("cpu: 32760KiB, ") == 2
+        assert log.count("disk: 512MiB, ") == log.count("cpu: 32MiB, room for ") == 2
     for source, of_each in zip((miss(530), hit(530, disk=512)), outcomes, strict=True):
         assert of_each == [[source, hit(530, cpu=512)]] * 2
     # Given time to stop, an engine tells what it did.

@@ -84,7 +84,8 @@ def test_the_tutorial_shows_the_tokens_of_its_prompt():
     prompt = AutoTokenizer.from_pretrained(made[-1])(f"{(ROOT / file).read_text()}\n{end}")["input_ids"]
     chunks = (len(prompt) - 1) // 128
     assert "chunk_tokens: auto -> 128" in page
-    miss, hit = (line for line in page.splitlines() if ": hit " in line)
-    assert miss.endswith(f": hit 0 of {len(prompt)} tokens: not stored")
-    assert hit.endswith(f": hit {128 * chunks} of {len(prompt)} tokens: disk {128 * chunks}")
+    miss, hit = (line for line in page.splitlines() if " from kvtier" in line)
+    tokens, loaded = len(prompt), 128 * chunks
+    assert miss.endswith(f": {tokens} tokens: 0 from kvtier, {tokens} computed (not stored)")
+    assert hit.endswith(f": {tokens} tokens: {loaded} from kvtier (disk {loaded}), {tokens - loaded} computed")
     assert f"{chunks} chunks of 128 tokens" in page and f"{len(prompt) - 128 * chunks} tokens were computed" in page

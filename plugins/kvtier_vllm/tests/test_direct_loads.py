@@ -48,7 +48,7 @@ def test_direct_reads_are_bit_equal_to_the_engines_own_prefix_hit(engine, said, 
         second.assert_at_rest()
         lines = said()
         assert second.outcomes() == [hit(530, gds=512)]
-    assert any("workers read it: if they can, mode: gds" in line for line in lines)
+    assert any("workers read it: if they can; mode gds" in line for line in lines)
     assert len(ranges_read) == len(set(ranges_read)) == 2 * HITS // cpu()["chunk_tokens"], (
         "each header, and each payload"
     )

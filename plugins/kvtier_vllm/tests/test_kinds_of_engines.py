@@ -84,7 +84,7 @@ def test_an_engine_whose_prefixes_vllm_does_not_reuse_is_passed_by(engine, said,
         assert said()[-1] == f"kvtier: this engine is not served: {reason}"
         answers = [embedding(passed, asked) for _ in range(2)]
         lines = said()
-        assert len(lines) == 2 and all(line.endswith(f": hit 0 of 500 tokens: {reason}") for line in lines)
+        assert len(lines) == 2 and all(line.endswith(f": 500 tokens: 0 from kvtier ({reason})") for line in lines)
     assert all((answer - truth).abs().max() == 0 for answer in answers)
 
 

@@ -119,8 +119,8 @@ def test_a_codec_is_measured_and_opens_with_its_report(engine, command, tmp_path
     with engine(stack) as served:
         assert any(line.startswith("kvtier: disk: answers may differ: few ") for line in said())
         served.ask(asked)
-        (line,) = [line for line in said() if ": hit " in line]
-        assert "of 300 tokens: disk 256 (lossy: the answer may differ)" in line
+        (line,) = [line for line in said() if " from kvtier" in line]
+        assert ": 300 tokens: 256 from kvtier (disk 256; lossy: the answer may differ), 44 computed" in line
         served.assert_at_rest()
 
 

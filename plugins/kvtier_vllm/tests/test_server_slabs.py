@@ -47,7 +47,7 @@ def test_reads_from_slabs_of_a_server_are_bit_equal_to_the_engines_own_prefix_hi
         second.assert_at_rest()
         lines = said()
         assert second.outcomes() == [hit(530, gds=512)]
-    assert any("workers read it: if they can, mode: gds" in line for line in lines)
+    assert any("workers read it: if they can; mode gds" in line for line in lines)
     assert any("gds: read into: the host's memory" in line for line in lines)
     assert len(ranges_read) == len(set(ranges_read)) == READ
     assert warm.cached == HITS

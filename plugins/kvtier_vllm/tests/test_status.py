@@ -50,7 +50,7 @@ def test_a_running_engine_tells_of_itself(engine, runtime, tmp_path):
         assert "4" in ended(begin("top", "--count", "2", "--every", "0.1"))
 
         lines = ended(begin("explain", "1")).splitlines()  # the second request; vLLM appends to its id
-        assert len(lines) == 1 and ": hit 256 of 261 tokens" in lines[0] and lines[0].endswith(": cpu 256")
+        assert len(lines) == 1 and lines[0].endswith(": 261 tokens: 256 from kvtier (cpu 256), 5 computed")
 
         asking = begin("explain", "--prompt", str(tmp_path / "prompt.json"))
         while asking.poll() is None:  # the owner answers in a step

@@ -16,10 +16,9 @@ function show(now, tenants) {
   for (const space of now.namespaces) {
     page += `<h2>${escaped(space.model)}</h2><p>${space.engines} engine${space.engines === 1 ? "" : "s"}, ` +
       `${space.asked ? (100 * space.found / space.asked).toFixed(0) + " % of chunks found, " : ""}namespace ${space.namespace.slice(0, 12)}</p>`;
-    page += table(["tier", "", "holds", "of", "chunks", "in", "out", "in use", "state"], space.tiers.map(t => [
-      escaped(t.tier), bar(t.capacity ? t.nbytes / t.capacity : 0), size(t.nbytes), t.capacity ? size(t.capacity) : "",
-      t.chunks, speed(space, t, now, ["stored", "written", "promoted"]), speed(space, t, now, ["read"]), t.pins || size(t.inflight),
-      t.can_read && t.can_write ? "works" : "rests"]));
+    page += table(["tier", "state", "", "holds", "of", "chunks", "in", "out", "in use"], space.tiers.map(t => [
+      escaped(t.tier), t.can_read && t.can_write ? "works" : "rests", bar(t.capacity ? t.nbytes / t.capacity : 0), size(t.nbytes), t.capacity ? size(t.capacity) : "",
+      t.chunks, speed(space, t, now, ["stored", "written", "promoted"]), speed(space, t, now, ["read"]), t.pins || size(t.inflight)]));
   }
   if (now.engines.length) page += "<h2>Engines</h2>" + table(["engine", "session", "workers", "holds", "state"], now.engines.map(e => [
     escaped(e.name), e.session, e.workers, e.holders, e.hung_up ? "rests" : "works"]));

@@ -18,6 +18,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "identity",
         help="show the facts that decide whether two engines may share KV, as far as known before an engine runs",
+        description="Show the facts that decide whether two engines may share KV, as far as they are known before an "
+        "engine runs; with --diff, those in which two saved listings differ.",
         epilog="Arguments after -- are vLLM's own, such as --dtype bfloat16.",
     )
     asked = parser.add_mutually_exclusive_group(required=True)
