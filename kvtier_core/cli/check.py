@@ -202,10 +202,8 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
         "needs": [{"what": what, "needed": int(needed), "there": int(has)} for what, needed, has in needs],
         "lacking": lacking,
     }
-    output.say(
-        "",
-        f"KV of a token: at most {token}; of one of {config.chunk_tokens}: {size(token * int(config.chunk_tokens))}",
-    )
+    chunk = f"of a chunk of {config.chunk_tokens}: {size(token * int(config.chunk_tokens))}"
+    output.say("", f"KV of a token: at most {token}; {chunk}")
     output.say(*table(("tier", "capacity", "tokens"), held, left=1))
     output.say(*(f"{what}: {size(needed)} needed, {size(has)} there" for what, needed, has in needs))
     output.say(*(output.paint(each, "bad") for each in lacking))
