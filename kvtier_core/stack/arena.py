@@ -40,10 +40,6 @@ class Arena:
         """Number of slots."""
         return self.memory.slots
 
-    def slots_for(self, chunks: int) -> int:
-        """How many of these chunks can have a slot at the same time, if nothing else has one."""
-        return min(chunks, self.capacity)
-
     @property
     def free(self) -> int:
         """Number of free slots."""
@@ -55,13 +51,9 @@ class Arena:
         return len(self._reserved)
 
     @property
-    def available(self) -> int:
-        """Number of slots that are free or hold an unpinned chunk."""
-        return self.capacity - len(self._reserved) - len(self._pinned)
-
-    def is_unpinned(self, key: ChunkKey) -> bool:
-        """Is the chunk READY here, in a slot that counts as available?"""
-        return self.has(key) and self.index.resident.place(key) not in self._pinned
+    def pinned(self) -> Container[int]:
+        """The slots that are pinned."""
+        return self._pinned
 
     @property
     def pins(self) -> int:
@@ -137,6 +129,15 @@ class Arena:
         return self._reserved[key] if key in self._reserved else self.index.resident.place(key)
 
     # -- room --------------------------------------------------------------------------------------
+
+    def could_free(self, slots: int, spared: Sequence[Container[ChunkKey]] = (), pinned: Container[int] = ()) -> int:
+        """How many of ``slots`` slots could be free once all are filled and no others than these are ``pinned``.
+
+        Chunks in any of the ``spared`` stay. Evicts nothing.
+        """
+        if (lacking := slots - self.free - self.reserved) <= 0:
+            return slots
+        return slots - max(0, lacking - len(self.index.select_victims(lacking, lambda key: 1, spared, pinned)))
 
     def make_room(self, slots: int, spared: Sequence[Container[ChunkKey]] = ()) -> list[ChunkKey]:
         """Evict unpinned chunks until ``slots`` are free or no victim is left; returns the evicted keys."""

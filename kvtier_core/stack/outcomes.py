@@ -35,6 +35,7 @@ class Terms:
     skipped: int = 0  #: chunks of the prompt before the path, which the engine has
     #: Tiers whose frames must pass through an arena, even if workers can read them directly.
     not_direct: Sequence[str] = attrs.field(default=(), converter=_names)
+    lasting: bool = False  #: Will the holder keep its pins for longer than requests wait?
 
     def __attrs_post_init__(self) -> None:
         times = attrs.astuple(self.limit) if self.limit else ()
@@ -67,12 +68,15 @@ class Missing:
 
 @attrs.frozen
 class TooSmall:
-    """Chunks that do not fit in the hottest arena beside those found, even if no one else uses it."""
+    """Chunks that do not fit in the hottest arena beside those found."""
 
     arena: str
     chunks: int
+    beside: str = ""  #: what else stays there; empty: nothing
 
     def __str__(self) -> str:
+        if self.beside:
+            return f"{self.arena} is too small for {self.chunks} more of this prompt's chunks beside {self.beside}"
         return f"{self.arena} is too small for {self.chunks} more of this prompt's chunks"
 
 

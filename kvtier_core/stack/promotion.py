@@ -54,8 +54,7 @@ class Promotions:
         arrived: Arrived,
     ):
         self.rejected: set[ChunkKey] = set()  #: requests of the last step that found no room
-        #: Requests that will find no room before a request that has slots continues without the rest.
-        self.deadlocked: set[ChunkKey] = set()
+        self.stalled = False  #: Did some of the last requests find no room?
         #: Declined chunks that are read anyway, to measure their store again. No request waits for them.
         self.probes: set[ChunkKey] = set()
         self._hot = hot
@@ -113,7 +112,7 @@ class Promotions:
         self.rejected.clear()
         self._take_answers(taken)
         if any(self._queues.values()):
-            self.deadlocked.clear()
+            self.stalled = False
         for tier, queue in self._queues.items():
             if queue:
                 self._start(tier, queue, taken)
@@ -125,7 +124,6 @@ class Promotions:
     def forget(self, keys: Collection[ChunkKey]) -> None:
         """No request awaits these chunks any more: drop them unless the next step begins to read them."""
         self._unawaited.update(keys)
-        self.deadlocked.difference_update(keys)
 
     def forget_requests(self) -> None:
         """Drop the requests whose reads have not begun."""
@@ -160,10 +158,8 @@ class Promotions:
         )
         self._reading.update((key, attrs.evolve(requests[key], tier=tier.name)) for key in begun)
         self._hot.abort(_without(fitting, set(begun)))
-        lacking = list(requests)[len(fitting) :]
-        self.rejected.update(lacking)
-        if lacking and not self._hot.reserved and self._leases.all_wait():
-            self.deadlocked.update(lacking)
+        self.rejected.update(list(requests)[len(fitting) :])
+        self.stalled |= len(fitting) < len(requests)
         self._leases.wake([*dropped, *_without(requests, set(begun))])
 
     def _ask(self, path: Sequence[ChunkKey], at: int, terms: Terms) -> Requested:

@@ -95,6 +95,40 @@ def test_models_with_several_parts_wait_for_no_boundary_that_does_not_fit(host, 
     small.assert_at_rest()
 
 
+def test_a_prompt_of_which_the_beginning_is_there_waits_for_no_slot_that_this_keeps(host, said):  # noqa: F811
+    """The window at the end of the beginning leaves only with its chunk, which the request has pinned."""
+    layout, other = MODELS["a window"], prompt(2, 7 * CHUNK + 3)
+    large = host(200, layout)
+    for end in range(1, 11):
+        large.ask(f"{end}", ASKED[: end * CHUNK + 3])
+    large.ask("other", other)
+    small = host(12, layout, clock=Clock())
+    for name, tokens, offered in (("beginning", ASKED[: 3 * CHUNK + 3], 3), ("other", other, 7), ("all", ASKED, 9)):
+        request = small.submit(name, tokens[: 10 * CHUNK + 3])
+        assert loads(small, request) == offered * CHUNK
+        small.run(request)
+    assert said()[-1].endswith("; heap is too small for 1 more of this prompt's chunks")
+    small.assert_at_rest()
+
+
+@pytest.mark.parametrize(("model", "slots"), [("full attention", 15), ("a window", 18)])
+def test_a_prompt_waits_for_no_slot_of_one_that_another_engine_continues(host, said, model, slots):  # noqa: F811
+    layout = MODELS[model]
+    large = host(200, layout)
+    for end in range(1, CHUNKS + 1):
+        large.ask(f"{end}", ASKED[: end * CHUNK + 3])
+    small = host(slots, layout, clock=Clock())
+    first = small.submit("first", prompt(2, 3 * CHUNK), continued_elsewhere=True)
+    small.run(first)
+    assert first.kept
+    request = small.submit("second", ASKED)
+    assert 0 < loads(small, request) < CHUNKS * CHUNK
+    small.run(request)
+    left = CHUNKS - request.offered // CHUNK
+    kept = "heap is too small for {} more of this prompt's chunks beside prompts that must stay there"
+    assert said()[-1].endswith(kept.format(left))
+
+
 def test_requests_that_share_a_prefix_are_all_loaded(host):
     asked = [prompt(number, CHUNKS * CHUNK, ASKED[: 8 * CHUNK]) for number in range(3)]
     large = host(100)

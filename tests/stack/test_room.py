@@ -6,7 +6,7 @@ import pytest
 from benches import MISS, PENDING, READY, StackBench
 from test_machine import Slab
 
-from kvtier_core.stack.outcomes import TooSmall
+from kvtier_core.stack.outcomes import Terms, TooSmall
 from kvtier_testing.samples import make_keys
 
 PATH = make_keys(6)
@@ -111,6 +111,45 @@ def test_a_prefetch_is_not_awaited_beyond_what_fits():
     assert found(bench) == (4, 0, 2)
     assert bench.look(PATH) == [READY] * 4 + [MISS] * 2
     assert PENDING not in bench.look(PATH)
+
+
+def test_chunks_that_are_kept_for_long_leave_their_slots_to_nobody():
+    """As those of a prompt that another engine continues: a request waits for none of their slots."""
+    other = make_keys(8)[6:]
+    bench = below()
+    bench.store(other)
+    assert bench.manager.lookup(other, "keeper", Terms(lasting=True)).chunks == 2
+    assert found(bench) == (0, 2, 4)
+    assert bench.why(PATH) == "cpu is too small for 4 more of this prompt's chunks beside prompts that must stay there"
+    bench.settle()
+    assert found(bench) == (2, 0, 4)
+    bench.manager.release("keeper")
+    assert found(bench) == (2, 2, 2)
+    bench.settle()
+    assert found(bench) == (4, 0, 2)
+    bench.manager.release("waiter")
+    bench.at_rest()
+
+
+def test_chunks_that_are_promised_are_kept_as_long():
+    other = make_keys(8)[6:]
+    bench = below()
+    bench.manager.reserve(other, "store", promised_to="keeper")
+    bench.manager.commit("store")
+    bench.settle()
+    assert found(bench) == (0, 2, 4)
+    bench.manager.release("keeper")
+    assert found(bench) == (0, 4, 2)
+
+
+def test_chunks_before_a_pinned_one_do_not_leave():
+    """The engine has them itself, so that nothing of this request pins them."""
+    bench = below()
+    bench.store(PATH[:3])
+    assert found(bench, PATH[2:]) == (1, 1, 2)
+    bench.settle()
+    assert found(bench, PATH[2:]) == (2, 0, 2)
+    assert bench.why(PATH[2:]) == TOO_SMALL
 
 
 def test_of_two_requests_that_keep_each_other_from_their_slots_one_goes_on():

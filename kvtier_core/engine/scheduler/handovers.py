@@ -146,7 +146,7 @@ class Handovers:
 
     def _find(self, holder: str, lease: _Lease) -> int:
         through_the_arena = self._stack.media  # peers see nothing else
-        terms = Terms(lease.limit, lease.salt, not_direct=through_the_arena)
+        terms = Terms(lease.limit, lease.salt, not_direct=through_the_arena, lasting=True)
         found = self._stack.lookup(lease.path, holder, terms)
         lease.settled = not found.pending
         return found.chunks + found.pending

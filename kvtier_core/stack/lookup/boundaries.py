@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 
 from kvtier_core.layouts import ChunkLayout, part_key
+from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.lookup.search import Search
 from kvtier_core.stack.outcomes import Lookup, Missing, Terms
 from kvtier_core.stack.promotion import Requested
@@ -67,18 +68,16 @@ class BoundarySearch(Search):
 
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> Lookup:
         sought = _Path(self._layout, path, terms.skipped)
-        lease = self._leases.of(path, holder)
+        lease = self._leases.of(path, holder, lasting=terms.lasting)
         self._ask(path)
         chain = sought.run(self._may_come)
-        ready = sought.restorable(chain, self._is_ready)
-        looked_at = min(chain + 1, len(path))
-        fitting = self._fitting(sought, looked_at)
-        wanted = sought.restorable(min(chain, fitting), self._may_come)
-        below = self._bring(sought, ready, wanted, terms)
+        ready, wanted = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
+        fitting = self._fitting(sought, ready, wanted, lease)
+        below = self._bring(sought, ready, fitting, terms)
         later = ready + below.chunks
-        unfitting = 0
-        if fitting < looked_at and later >= wanted:
-            unfitting = (len(path) if later == fitting else sought.restorable(chain, self._may_come)) - later
+        too_small = None
+        if fitting <= later < wanted:
+            too_small = self._too_small(wanted - later, *self._slots(sought, ready, wanted), lease)
         needed = [*sought.needed(ready), *sought.needed(later)]
         self._leases.pin([key for key in dict.fromkeys(needed) if self._is_ready(key)], lease, holder)
         self._leases.expect((key for key in needed if not self._is_ready(key)), below.tier, lease, holder)
@@ -93,7 +92,7 @@ class BoundarySearch(Search):
             chain=chain,
             exact=self._arenas[0].exact_run(keys),
             arriving=self._arrivals(below.tier, below.chunks),
-            rest=below.declined or self._too_small(unfitting) or self._missing(sought, later),
+            rest=below.declined or too_small or self._missing(sought, later),
         )
 
     def prefetch(self, path: Sequence[ChunkKey], terms: Terms) -> None:
@@ -102,7 +101,7 @@ class BoundarySearch(Search):
         sought = _Path(self._layout, path)
         chain = sought.run(self._may_come)
         ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
-        if sum(not self._is_ready(key) for key in sought.needed(later)) <= self._room_ahead:
+        if self._slots(sought, ready, later)[0] <= self._room_ahead:
             self._bring(sought, ready, later, terms)
 
     # -- where a part is ---------------------------------------------------------------------------
@@ -126,14 +125,21 @@ class BoundarySearch(Search):
 
     # -- bringing it up ----------------------------------------------------------------------------
 
-    def _fitting(self, sought: _Path, chunks: int) -> int:
-        """The last boundary of these whose parts fit together: later ones would wait for each other's slots."""
-        hot = self._arenas[0]
-        slots = hot.slots_for(sought.slots(chunks))
-        if slots == sought.slots(chunks):
-            return chunks
-        slots += sum(self._is_ready(key) and not hot.has(key) for key in sought.needed(chunks))  # in a colder arena
-        return next((i for i in range(chunks, 0, -1) if sought.slots(i) <= slots), 0)
+    def _fitting(self, sought: _Path, ready: int, later: int, lease: Lease) -> int:
+        """The last boundary, from ``ready`` to ``later``, whose parts find slots beside those of the first."""
+        while later > ready:
+            slots, kept = self._slots(sought, ready, later)
+            if not (lacking := slots - self._room(slots, kept, lease)):
+                break
+            fewer = sought.slots(later) - lacking
+            later = next((i for i in range(later, ready, -1) if sought.slots(i) <= fewer), ready)
+            later = max(ready, sought.restorable(later, self._may_come))
+        return later
+
+    def _slots(self, sought: _Path, ready: int, later: int) -> tuple[int, Sequence[ChunkKey]]:
+        """How many slots a later boundary needs beside one that is READY, and the parts that both need."""
+        needed = sought.needed(later)
+        return sum(not self._is_ready(key) for key in needed), [*sought.needed(ready), *needed]
 
     def _bring(self, sought: _Path, ready: int, later: int, terms: Terms) -> Requested:
         """Request the missing parts of a later boundary if all of them are worth loading."""
@@ -144,9 +150,6 @@ class BoundarySearch(Search):
         part_limit = limit and attrs.evolve(limit, chunk_seconds=limit.chunk_seconds * gained / len(missing))
         awaited = next(filter(None, (self._promotions.source(key) for _, key in missing)), "")
         keys = [key for _, key in missing if not self._arriving(key)]
-        to_pin = filter(self._arenas[0].is_unpinned, {*sought.needed(ready), *sought.needed(later)})
-        if len(keys) + len(list(to_pin)) > self._arenas[0].available:
-            return Requested()  # otherwise requests would wait for each other's slots
         for tier in self._tiers:
             here = [key for key in keys if tier.has(key)]
             keys = [key for key in keys if key not in here]

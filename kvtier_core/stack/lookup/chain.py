@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier_core.stack.batches import leading, leading_run
+from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.lookup.search import Search
 from kvtier_core.stack.outcomes import Declined, Lookup, Missing, Terms, TooSmall
@@ -17,21 +17,19 @@ class ChainSearch(Search):
     """Finds the leading chunks of a path."""
 
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> Lookup:
-        lease, hot = self._leases.of(path, holder), self._arenas[0]
+        lease, hot = self._leases.of(path, holder, lasting=terms.lasting), self._arenas[0]
         at, below = len(lease.slots), Requested()
         awaited, coming = "", 0
         while at < len(path):
             if run := self._ready_run(path, at):
                 if coming:
-                    run = self._fitting(path, at, run, coming)
+                    run = self._staying(path, at, run, coming, lease)
                 self._leases.pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
             elif tier := self._readable_by_workers(path[at], terms):
                 below = self._hold(tier, path, at, lease, holder, terms)
                 run = below.chunks
-            elif self._breaks_deadlock(path[at], lease):
-                break
             else:
-                below = self._request(path, at, terms, coming)
+                below = self._request(path, at, terms, coming, lease)
                 run, awaited = below.chunks, awaited or below.tier
                 coming += run
                 self._leases.expect(path[at : at + run], below.tier, lease, holder)
@@ -45,7 +43,7 @@ class ChainSearch(Search):
         self._leases.done(holder)
         rest: Declined | TooSmall | Missing | None = None
         if at < len(path):
-            too_small = None if self._room(path, at, 1, coming) else self._too_small(len(path) - at)
+            too_small = self._too_small(len(path) - at, coming + 1, path[:at], lease)
             rest = below.declined or too_small or Missing(self._miss_reason(path[at]))
         return Lookup(
             slots=tuple(lease.slots),
@@ -66,23 +64,18 @@ class ChainSearch(Search):
                 if tier := self._readable_by_workers(path[at], terms):
                     run = tier.leasable(path, at)  # it stays there
                 else:
-                    run = self._request(path[:end], at, terms, 0).chunks
+                    run = self._request(path[:end], at, terms, 0, Lease()).chunks
             if not run:
                 break
             at += run
         for tier in self._tiers:
             tier.remote.request(path, at)
 
-    def _room(self, path: Sequence[ChunkKey], at: int, chunks: int, coming: int) -> int:
-        """How many of ``chunks`` chunks find slots beside the first ``at`` of a path; ``coming`` of them get one."""
-        hot = self._arenas[0]
-        taken = coming + (at if hot.ready_run(path) >= at else sum(map(hot.has, path[:at])))
-        return max(0, hot.slots_for(taken + chunks) - taken)
-
-    def _fitting(self, path: Sequence[ChunkKey], at: int, run: int, coming: int) -> int:
-        """How many of ``run`` READY chunks need not leave so that those before them get their slots."""
-        room = self._room(path, at, run, coming)
-        return run if room == run else len(leading(path[at : at + run], room, self._arenas[0].has))
+    def _staying(self, path: Sequence[ChunkKey], at: int, run: int, coming: int, lease: Lease) -> int:
+        """How many of ``run`` READY chunks need not leave so that ``coming`` chunks before them get slots."""
+        while run > 0 and (lacking := coming - self._room(coming, path[: at + run], lease)):
+            run -= lacking
+        return max(0, run)
 
     def _ready_run(self, path: Sequence[ChunkKey], at: int) -> int:
         """Length of the run of chunks from ``at`` on that are READY in one arena."""
@@ -106,23 +99,15 @@ class ChainSearch(Search):
         held = self._leases.hold(tier, chosen, lease, holder, leading=at == len(lease.slots))
         return Requested(held, tier.name, None if held else choice.declined)
 
-    def _breaks_deadlock(self, key: ChunkKey, lease: Lease) -> bool:
-        """Do all holders of slots wait for more, and this one for this chunk? Then it continues without the chunk."""
-        if key not in self._promotions.deadlocked or not any(lease.pinned()):
-            return False
-        self._promotions.deadlocked.clear()
-        self._promotions.rejected.add(key)
-        return True
-
-    def _request(self, path: Sequence[ChunkKey], at: int, terms: Terms, coming: int) -> Requested:
-        """Request the chunks from ``at`` on that find slots beside those before, unless the first is on its way."""
+    def _request(self, path: Sequence[ChunkKey], at: int, terms: Terms, coming: int, lease: Lease) -> Requested:
+        """Request the chunks from ``at`` on that find slots beside those ``coming``, unless the first is on its way."""
         key = path[at]
         arena = self._arriving(key)
         unknown = len(path) - at  # chunks that a shared store may have
         found = (tier.readable(path, at) or unknown * tier.remote.may_have(key) for tier in self._tiers)
         run = 1 if arena else max(found, default=0)
-        room = self._room(path, at, run, coming) if run else 0
-        if not room:
+        room = self._room(coming + run, path[:at], lease) - coming if run else 0
+        if room <= 0:
             return Requested()
         if arena:
             if key in self._promotions.probes:

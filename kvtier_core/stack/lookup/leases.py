@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -27,6 +28,7 @@ class Lease:
     awaited: dict[str, set[ChunkKey]] = attrs.field(factory=dict)  #: by tier: to be pinned when they arrive
     promised: set[ChunkKey] = attrs.field(factory=set)  #: being stored, to be pinned when they are READY
     outdated: set[ChunkKey] = attrs.field(factory=set)  #: awaited before the lookup under way
+    lasting: bool = False  #: as `Terms.lasting`
     pending: bool = False  #: True until an awaited chunk arrives or is given up
     valid: bool = True  #: False after an invalidation: the slots stay pinned and are never found again
 
@@ -75,15 +77,16 @@ class Leases:
         self._waiting: dict[ChunkKey, dict[str, None]] = {}  # the holders that await each chunk, in order
         self._promised: dict[ChunkKey, str] = {}  # the holder to which each chunk that is being stored is promised
         self.promoted_from: dict[ChunkKey, str] = {}  #: READY chunks that no request has used since their promotion
+        self.lasting: Counter[int] = Counter()  #: the pins of lasting leases of each slot of the hottest arena
 
-    def of(self, path: Sequence[ChunkKey], holder: str) -> Lease:
+    def of(self, path: Sequence[ChunkKey], holder: str, *, lasting: bool = False) -> Lease:
         """The holder's lease, for a lookup that ends with `done`. A lease of another path is released first."""
         lease = self._by_holder.get(holder)
         if lease is not None and not self._holds_for(lease, path):
             self.release(holder)
             lease = None
         if lease is None:
-            lease = self._by_holder[holder] = Lease()
+            lease = self._by_holder[holder] = Lease(lasting=lasting)
         lease.outdated = lease.await_nothing()
         return lease
 
@@ -116,9 +119,10 @@ class Leases:
         lease = self._by_holder.get(holder)
         return lease is not None and lease.pending
 
-    def all_wait(self) -> bool:
-        """Does every holder of a pin in the hottest arena await a chunk?"""
-        return all((lease := self._by_holder.get(holder)) and lease.awaited for holder in self._arenas[0].holders)
+    def all_stay(self, but: Lease) -> bool:
+        """Does every other holder of pins in the hottest arena keep them for long, or until a chunk arrives?"""
+        leases = map(self._by_holder.get, self._arenas[0].holders)
+        return all(lease and (lease is but or lease.lasting or lease.awaited) for lease in leases)
 
     def release(self, holder: str) -> None:
         """Unpin the holder's slots and release its frames."""
@@ -128,6 +132,8 @@ class Leases:
                 if self._promised.get(key) == holder:
                     del self._promised[key]
             slots = list(lease.pinned())
+            if lease.lasting:
+                self.lasting -= Counter(slot.index for slot in slots if slot.arena == self._arenas[0].number)
             for arena in self._arenas:
                 arena.unpin([slot for slot in slots if slot.arena == arena.number], holder)
             for tier in self._tiers:
@@ -146,6 +152,8 @@ class Leases:
         fresh = [key for key in keys if key not in lease.beyond] if lease.beyond else keys
         for arena, here in self._by_arena(fresh).items():
             slots = arena.pin(here, holder)
+            if lease.lasting and arena is self._arenas[0]:
+                self.lasting.update(slot.index for slot in slots)
             if self.promoted_from:
                 sources = [self.promoted_from.pop(key, arena.name) for key in here]
             else:
@@ -168,7 +176,7 @@ class Leases:
 
     def promise(self, keys: Iterable[ChunkKey], holder: str) -> None:
         """These chunks have just been reserved: pin them for the holder as soon as they are READY."""
-        lease = self._by_holder.setdefault(holder, Lease())
+        lease = self._by_holder.setdefault(holder, Lease(lasting=True))
         lease.promised.update(keys)
         self._promised.update(dict.fromkeys(lease.promised, holder))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.arena import Arena
-from kvtier_core.stack.lookup.leases import Leases
+from kvtier_core.stack.lookup.leases import Lease, Leases
 from kvtier_core.stack.outcomes import Arriving, Lookup, Terms, TooSmall, Whereabouts
 from kvtier_core.stack.promotion import Promotions
 from kvtier_core.stack.store_tier.tier import StoreTier
@@ -80,9 +80,27 @@ class Search(abc.ABC):
         silence = next((each.chooser.silence for each in self._tiers if each.name == tier), 0.0)
         return Arriving(chunks, tier, silence) if chunks else None
 
-    def _too_small(self, chunks: int) -> TooSmall | None:
-        """The last chunks of a path, which find no slots in the hottest arena."""
-        return TooSmall(self._arenas[0].name, chunks) if chunks else None
+    def _room(self, slots: int, kept: Iterable[ChunkKey], lease: Lease) -> int:
+        """How many of ``slots`` slots become free while a request waits that keeps its lease and these chunks.
+
+        All pins end but those of lasting leases; and none does if everybody waits for slots.
+        """
+        pinned = self._arenas[0].pinned if self._is_deadlocked(lease) else self._leases.lasting
+        return self._arenas[0].could_free(slots, [set(kept), lease.beyond], pinned)
+
+    def _is_deadlocked(self, lease: Lease) -> bool:
+        """Does this request keep slots from others that wait, and the others slots from it?"""
+        stalled = self._promotions.stalled and not self._arenas[0].reserved
+        return stalled and any(lease.pinned()) and self._leases.all_stay(lease)
+
+    def _too_small(self, chunks: int, slots: int, kept: Sequence[ChunkKey], lease: Lease) -> TooSmall | None:
+        """The last ``chunks`` chunks of a path, if these slots do not become free for them, as in `_room`."""
+        if self._room(slots, kept, lease) >= slots:
+            return None
+        beside = "prompts that must stay there" if self._leases.lasting else ""
+        if self._is_deadlocked(lease):
+            beside = "those of requests that also wait for slots"
+        return TooSmall(self._arenas[0].name, chunks, beside)
 
     def _miss_reason(self, key: ChunkKey) -> str:
         """Why a chunk is not found."""

@@ -50,11 +50,10 @@ class LentArena(Arena):
         """Number of slots that the arena has."""
         return self._slots
 
-    def slots_for(self, chunks: int) -> int:
-        """As `Arena.slots_for`, with the slots that it would get if it borrowed those that it lacks."""
-        if chunks <= self._slots:
-            return chunks
-        return min(chunks, self._slots + self._share.lendable(chunks - self._slots))
+    def could_free(self, slots: int, spared: Sequence[Container[ChunkKey]] = (), pinned: Container[int] = ()) -> int:
+        """As `Arena.could_free`, with the slots that it would borrow."""
+        lent = self._share.lendable(slots - self.free) if slots > self.free else 0
+        return lent + super().could_free(slots - lent, spared, pinned)
 
     def make_room(self, slots: int, spared: Sequence[Container[ChunkKey]] = ()) -> list[ChunkKey]:
         """Borrow, then evict from tenants beyond their quotas, then from all."""

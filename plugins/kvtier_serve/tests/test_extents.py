@@ -69,7 +69,7 @@ def test_no_byte_is_lent_twice_whatever_comes_and_goes(seed):
         ranges = sorted(each for arena in arenas for each in taken(arena))
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges)), "one byte, two slots"
         assert not ranges or ranges[-1][1] <= NBYTES
-        assert all(arena.available >= arena.free for arena in arenas)
+        assert all(arena.free <= arena.lent for arena in arenas)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -83,7 +83,7 @@ def test_the_slots_that_a_path_may_count_on_are_there(seed):
     for _ in range(100):
         arena, keys = drawn.choice(arenas), [drawn.randbytes(32) for _ in range(drawn.randrange(1, 60))]
         had = counts(extents)
-        slots = arena.slots_for(len(keys))
+        slots = arena.could_free(len(keys))
         assert counts(extents) == had, "a question reserved"
         assert len(store(arena, keys)) == slots
         extents.balance(1.0)

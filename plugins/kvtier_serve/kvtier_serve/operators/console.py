@@ -227,7 +227,8 @@ class Console:
         self.unpin(name)
         pinned = sum(pins for other, pins in space.stack.pins_by_holder().items() if other.startswith(_PINNED))
         room = max(0, space.stack.arenas[0].capacity // _PINNED_SHARE - pinned)
-        found = space.stack.lookup(path[:room], _PINNED + name, Terms(salt=salt, not_direct=space.stack.media))
+        terms = Terms(salt=salt, not_direct=space.stack.media, lasting=True)
+        found = space.stack.lookup(path[:room], _PINNED + name, terms)
         self._pins[name] = _Kept(space.number, len(path), time.monotonic() + pin.seconds)
         return Pinned(found.chunks, found.pending, len(path[room:]), pin.seconds)
 
