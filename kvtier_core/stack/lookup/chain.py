@@ -100,17 +100,22 @@ class ChainSearch(Search):
         return Requested(held, tier.name, None if held else choice.declined)
 
     def _request(self, path: Sequence[ChunkKey], at: int, terms: Terms, coming: int, lease: Lease) -> Requested:
-        """Request the chunks from ``at`` on that find slots beside those ``coming``, unless the first is on its way."""
-        key = path[at]
-        arena = self._arriving(key)
-        unknown = len(path) - at  # chunks that a shared store may have
-        found = (tier.readable(path, at) or unknown * tier.remote.may_have(key) for tier in self._tiers)
-        run = 1 if arena else max(found, default=0)
+        """Request the chunks from ``at`` on that find slots beside those ``coming``, or that are on their way."""
+        if arena := self._arriving(path[at]):
+            source = self._promotions.source(path[at])
+            run = len(leading_run(path[at:], lambda key: self._comes_from(source, key)))
+        else:
+            unknown = len(path) - at  # chunks that a shared store may have
+            found = (tier.readable(path, at) or unknown * tier.remote.may_have(path[at]) for tier in self._tiers)
+            run = max(found, default=0)
         room = self._room(coming + run, path[:at], lease) - coming if run else 0
         if room <= 0:
             return Requested()
         if arena:
-            if key in self._promotions.probes:
-                return Requested()
-            return Requested(1, self._promotions.source(key) or arena.name)
+            return Requested(room, source or arena.name)
         return self._promotions.request(path[: at + room], at, self.has_slot, terms)
+
+    def _comes_from(self, source: str, key: ChunkKey) -> bool:
+        """Is this chunk on its way from this tier, and not only to measure it?"""
+        arrives = self._arriving(key) is not None and key not in self._promotions.probes
+        return arrives and self._promotions.source(key) == source
