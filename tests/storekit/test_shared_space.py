@@ -164,7 +164,7 @@ def test_frames_that_cannot_be_removed_are_passed_over(full, user):
 
 
 def test_a_frame_larger_than_the_capacity_evicts_nothing(full, user):
-    with pytest.raises(StoreFull, match="6401B does not fit in 6400B"):
+    with pytest.raises(StoreFull, match="does not fit in 6.25KiB"):
         user().take(CAPACITY + 1)
     assert full.used == full.nbytes == CAPACITY
 
