@@ -479,8 +479,8 @@ MUTANTS = (
     Mutant(
         "requests-wait-for-probes",
         "kvtier_core/stack/lookup/chain.py",
-        "if key in self._promotions.probes:",
-        "if False:",
+        "is not None and key not in self._promotions.probes",
+        "is not None",
         ASKING + "test_no_request_waits_for_a_probe",
     ),
     Mutant(
