@@ -135,13 +135,13 @@ def test_a_stack_that_raises_is_released_nevertheless(engine, monkeypatch, tmp_p
 def held(path):
     """The threads of the stack in this process, and whether its folder is locked."""
     threads = {each.name for each in threading.enumerate() if each.name.startswith(("kvtier-seal", "kvtier-disk"))}
-    folder = os.open(path, os.O_RDONLY)
+    lock = os.open(path / ".kvtier-lock", os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return threads, True
     finally:
-        os.close(folder)
+        os.close(lock)
     return threads, False
 
 
