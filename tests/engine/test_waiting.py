@@ -9,7 +9,7 @@ from patience import HANG
 from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 
 from kvtier_core.engine.request_view import Bypass
-from kvtier_core.engine.scheduler.waiting import PrefillSpeed
+from kvtier_core.engine.scheduler.waiting import PrefillSpeed, Steps
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.stack.outcomes import Arriving, Lookup
 from kvtier_core.telemetry.readings import Readings
@@ -253,7 +253,7 @@ def served(stack):  # noqa: F811
 
 def computes(host, tokens_per_second):
     """What the host's steps would have shown."""
-    steps(host.side._waiting.speed, (100, 0, 100 / tokens_per_second))
+    host.side._waiting.speed._steps[0] = Steps(1, tokens_per_second)
 
 
 def delivers(host, nbytes_per_second):

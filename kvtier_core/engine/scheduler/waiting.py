@@ -37,7 +37,7 @@ class _Step:
 
 
 @attrs.define
-class _Steps:
+class Steps:
     """What steps of one size have shown."""
 
     tokens: float  #: of prompts in a step, the mean
@@ -59,7 +59,7 @@ class PrefillSpeed:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, _Steps] = {}  # by the number of bits of their tokens
+        self._steps: dict[int, Steps] = {}  # by the number of bits of their tokens
         self._planned: deque[_Step] = deque()
         self._last_end = float("-inf")
         self._decoding: tuple[float, float] | None = None  # mean tokens and seconds of a step that only decodes
@@ -104,7 +104,7 @@ class PrefillSpeed:
 
     def _measured(self, tokens: int, seconds: float) -> None:
         if seconds > 0:
-            steps = self._steps.setdefault(tokens.bit_length(), _Steps(tokens, tokens / seconds))
+            steps = self._steps.setdefault(tokens.bit_length(), Steps(tokens, tokens / seconds))
             steps.count += 1
             # The first one may have compiled something.
             newest = 1 - math.exp(-tokens / _MEMORY_TOKENS) if steps.count > 2 else 1.0
