@@ -22,6 +22,7 @@ from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.interfaces import OpenContext, Stored, SupportsNamespaces, SupportsWalk
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_core.storekit.folder import folders
+from kvtier_core.storekit.folder_lock import remove_if_unused
 from kvtier_core.types import Namespace, Nbytes
 
 #: KV of a token if no model is named: that of Llama 3.1 8B in 16 bits.
@@ -155,8 +156,8 @@ def no_new_folders(paths: Iterable[Path]) -> Iterator[None]:
         yield
     finally:
         for folder in missing:
-            with contextlib.suppress(OSError):  # in use now
-                folder.rmdir()
+            with contextlib.suppress(OSError, BackendError):  # in use now
+                remove_if_unused(folder)
 
 
 def _drop(tier: OpenedTier) -> None:

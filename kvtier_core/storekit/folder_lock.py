@@ -153,6 +153,14 @@ class FolderLock:
         return self._locked
 
 
+def remove_if_unused(path: Path) -> None:
+    """Remove a folder that is empty but for the file of a lock that no process has. Raises OSError, or BackendError."""
+    if os.listdir(path) == [_LOCK]:
+        FolderLock(path).try_out()
+        path.joinpath(_LOCK).unlink()
+    path.rmdir()
+
+
 def _is_lost(file: int) -> bool:
     """Was the file of a lock removed, or opened to others?"""
     status = os.fstat(file)

@@ -94,8 +94,8 @@ MUTANTS = (
     Mutant(
         "output-is-logged-raw",
         f"{SERVE}/programs.py",
-        'printable(line[begin : begin + _LINE].decode(errors="replace").rstrip(), 4 * _LINE)',
-        'line[begin : begin + _LINE].decode(errors="replace").rstrip()',
+        "printable(text, 4 * _LINE)",
+        "text",
         "plugins/kvtier_serve/tests/test_programs.py::test_output_forges_no_line",
     ),
     Mutant(

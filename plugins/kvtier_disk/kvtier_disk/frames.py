@@ -14,6 +14,7 @@ from pathlib import Path
 
 import attrs
 
+from kvtier_core.errors import BackendError
 from kvtier_core.storekit.folder import ASIDE, Folder, why_no_file
 from kvtier_core.storekit.namespaces import is_home
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
@@ -65,7 +66,7 @@ class Place:
         except (FileNotFoundError, NotADirectoryError):
             return False
         if self.folders:
-            with contextlib.suppress(OSError):  # others are in it
+            with contextlib.suppress(OSError, BackendError):  # others are in it
                 os.rmdir(self.folders[-1], dir_fd=above.fd)
         return removed
 

@@ -470,7 +470,7 @@ def test_min_free_keeps_reads_going(tmp_path):
     write(disk, make_key(0))
     disk.close()
     disk = open_disk(tmp_path, min_free=1 << 60)
-    with pytest.raises(BackendError, match=r"16KiB to write, \d+\w+ free, of which min_free reserves 1024PiB"):
+    with pytest.raises(BackendError, match=r"16KiB to write, [\d.]+\w+ free, of which min_free reserves 1024PiB"):
         write(disk, make_key(1))
     assert read(disk, make_key(0)) == make_frame(make_key(0), nbytes=NBYTES)
     assert list(disk.contains(make_keys(2))) == [True, False]

@@ -220,7 +220,7 @@ def test_check_and_plugins_show_them(tmp_path, capsys):
     file.write_text(
         "version: 1\ntiers:\n  - {type: heap, capacity: 1GiB}\nobservers:\n  - {type: jsonl, path: /tmp/events}\n"
     )
-    assert main(["check", str(file)]) == 0
+    assert main(["check", "--all", str(file)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["$.observers[0].type", "jsonl", "default"] not in lines
     assert ["$.observers[0].path", "/tmp/events", f"{file}:5"] in lines

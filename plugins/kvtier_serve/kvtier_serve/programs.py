@@ -207,8 +207,8 @@ class _Program:
             self._begun = b""
         for line in lines:
             for begin in range(0, len(line.rstrip()), _LINE):
-                text = printable(line[begin : begin + _LINE].decode(errors="replace").rstrip(), 4 * _LINE)
-                logger.info("kvtier: program %s: %s", self.config.name, text)
+                text = line[begin : begin + _LINE].decode(errors="replace").rstrip().expandtabs()
+                logger.info("kvtier: program %s: %s", self.config.name, printable(text, 4 * _LINE))
         return len(lines)
 
 

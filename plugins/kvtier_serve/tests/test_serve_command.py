@@ -75,7 +75,7 @@ def test_a_check_changes_nothing(tmp_path, which, there):
                 (Path(home) / each).mkdir(mode=0o700)
         file.write_text(f"version: 1\ntiers:\n  - {tiers.format(home=home, capacity='1MiB')}\n")
         before = lying(home), os.statvfs(home).f_files
-        assert len(before[0]) == (6 if there else 1)  # with the memory and its journal
+        assert len(before[0]) == (7 if there else 1)  # with the memory, its journal and its lock
         assert kvtier("serve", "--config", file, "--check").returncode == code
         assert (lying(home), os.statvfs(home).f_files) == before
 

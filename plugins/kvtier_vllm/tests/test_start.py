@@ -60,7 +60,7 @@ def test_a_broken_plugin_is_reported_even_if_unused(engine, said, tmp_path, monk
         told = "\n".join(said())
     assert told.count("acme:watch 1.0: ModuleNotFoundError: No module named 'acme_missing'") == 1
     assert told.count("eviction policy 'lru' is offered by acme:lru and by kvtier:builtin") == 1
-    assert "kvtier: cpu: kvtier-cpu:cpu 0.1.0, eviction policy gittins" in told
+    assert "kvtier: cpu: 64MiB, room for " in told
 
 
 def test_chunks_that_do_not_fit_the_engines_blocks(engine):
