@@ -114,11 +114,12 @@ def in_memory(folder: Path) -> Iterator[None]:
 
 
 def clone(conditions: list[str], folder: Path) -> Path:
-    """Clone this checkout into an empty folder; returns the path to it."""
-    checkout = place = folder / "kvtier"
+    """Clone this checkout into an empty folder; returns the clone, or a link to it."""
+    place = checkout = folder / "kvtier"
     if "path" in conditions:
-        place = folder / "a plåce with spaces" / "kvtier".rjust(LONG - len(f"{folder}/a plåce with spaces/"), "_")
-        place.parent.mkdir()
+        above = folder / "a plåce with spaces"
+        above.mkdir()
+        checkout = above / "kvtier".rjust(LONG - len(f"{above}/"), "_")
         place.symlink_to(checkout)
     subprocess.run(("git", "clone", "--quiet", ROOT, checkout), check=True)
     if "user" in conditions:
@@ -142,7 +143,7 @@ def main(conditions: list[str], command: list[str]) -> int:
                 closing.enter_context(in_memory(folder))
                 environment["TMPDIR"] = str(folder)
             where = clone(conditions, folder)
-            environment["PWD"] = str(where)  # where a shell has it from, and Python not at all
+            environment["PWD"] = str(where)  # the link, as in a shell
             environment.pop("KVTIER_CI", None)  # some tests would need what `make demo` leaves
             user = NOBODY if "user" in conditions else ()
             subprocess.run((*user, "make", "venv"), check=True, cwd=where, env=environment)
