@@ -6,12 +6,13 @@ from typing import ClassVar
 
 import attrs
 import pytest
+from empty_store import EmptyStore
 
 from kvtier_core.config.load import load_config
 from kvtier_core.config.open import open_stack
 from kvtier_core.config.registry import Registry
 from kvtier_core.hookspecs import hookimpl
-from kvtier_core.interfaces import Backend, BackendConfig
+from kvtier_core.interfaces import BackendConfig
 from kvtier_testing.samples import make_context
 
 #: Forks share it, so the parent sees what a child has closed.
@@ -19,23 +20,7 @@ _CLOSED, _CLOSES = os.pipe2(os.O_NONBLOCK)
 _close_it = functools.partial(os.write, _CLOSES, b".")
 
 
-class Store(Backend):
-    """Stores nothing."""
-
-    def contains(self, keys):
-        return [False] * len(keys)
-
-    def read(self, keys, into):
-        return [0] * len(keys)
-
-    def write(self, keys, frames):
-        return None
-
-    def delete(self, keys):
-        pass
-
-
-class Plain(Store):
+class Plain(EmptyStore):
     def close(self):
         _close_it()
 
@@ -70,11 +55,11 @@ class Closes:
         _close_it()
 
 
-class MixedIn(Closes, Store):
+class MixedIn(Closes, EmptyStore):
     pass
 
 
-class Partial(Store):
+class Partial(EmptyStore):
     def _end(self, how):
         assert how == "now"
         _close_it()
@@ -82,28 +67,28 @@ class Partial(Store):
     close = functools.partialmethod(_end, "now")
 
 
-class Compiled(Store):
+class Compiled(EmptyStore):
     close = _close_it
 
 
-class Static(Store):
+class Static(EmptyStore):
     @staticmethod
     def close():
         _close_it()
 
 
-class OfTheClass(Store):
+class OfTheClass(EmptyStore):
     @classmethod
     def close(cls):
         _close_it()
 
 
-class OfTheInstance(Store):
+class OfTheInstance(EmptyStore):
     def __init__(self):
         self.close = _close_it
 
 
-class Computed(Store):
+class Computed(EmptyStore):
     @property
     def close(self):
         return _close_it
@@ -113,7 +98,7 @@ def decorated(method):
     return lambda *args: method(*args)
 
 
-class Decorated(Store):
+class Decorated(EmptyStore):
     @decorated
     def close(self):
         _close_it()
@@ -125,7 +110,7 @@ WAYS = [
 ]
 
 
-class Forks(Store):
+class Forks(EmptyStore):
     """While it opens, it forks a process in which opening fails."""
 
     def __init__(self):

@@ -221,7 +221,7 @@ def test_check_and_plugins_show_them(tmp_path, capsys):
         "version: 1\ntiers:\n  - {type: heap, capacity: 1GiB}\nobservers:\n  - {type: jsonl, path: /tmp/events}\n"
     )
     assert main(["check", "--all", str(file)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     assert ["$.observers[0].type", "jsonl", "default"] not in lines
     assert ["$.observers[0].path", "/tmp/events", f"{file}:5"] in lines
     assert ["$.observers[0].capacity", "256MiB", "default"] in lines
@@ -396,9 +396,13 @@ class TestPrometheusAtASocket(ObserverLaws):
 
 
 class AtSocket(http.client.HTTPConnection):
+    def __init__(self, path):
+        super().__init__("localhost")
+        self._path = path
+
     def connect(self):
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(self.host)
+        self.sock.connect(self._path)
 
 
 def test_the_endpoint_binds_to_loopback_unless_told_otherwise():

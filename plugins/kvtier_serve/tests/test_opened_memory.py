@@ -12,13 +12,12 @@ from served import config_of, serving
 from test_kept_memory import PAGES, SLOTS, attached, keep  # noqa: F401 - fixtures
 from test_shared_stack import OTHERS
 from test_slabs_of_a_server import PATIENCE, slabs, worker_of
-from test_truncated_memory import attach_again, loads
+from test_truncated_memory import attach_again, loads, lost_before_it_is_sealed
 
 from kvtier_core.errors import BackendError, ConfigError
-from kvtier_core.stack import write_through
 from kvtier_core.stack.outcomes import Terms
 from kvtier_core.transfer.host_mover import HostMover
-from kvtier_core.types import FRAME_MAGIC, ReadStatus
+from kvtier_core.types import ReadStatus
 from kvtier_serve.server import Server
 
 
@@ -84,20 +83,7 @@ def test_memory_that_was_seen_open_is_never_trusted_again(tmp_path, made, attach
 
 
 def test_what_was_sealed_in_opened_memory_is_written_nowhere(tmp_path, made, attached, stranger, monkeypatch):  # noqa: F811
-    seal, disk = write_through.seal_part, tmp_path / "disk"
-
-    def forged_first(*arguments, **options):
-        stranger()
-        seal(*arguments, **options)
-
-    monkeypatch.setattr(write_through, "seal_part", forged_first)
-    with serving(tmp_path, SLOTS, {"type": "disk", "path": str(disk), "capacity": "1MiB"}, keep=made) as served:
-        own = attached(served.path)
-        own.store(OWN)
-        attach_again(own, 1)
-        monkeypatch.undo()
-        assert not [each for each in disk.rglob("*") if each.is_file() and each.read_bytes().startswith(FRAME_MAGIC)]
-        assert not loads(own, OWN)
+    lost_before_it_is_sealed(tmp_path, made, attached, monkeypatch, stranger)
 
 
 def test_memory_that_was_opened_between_two_servers_is_not_adopted(tmp_path, made, attached, stranger):  # noqa: F811

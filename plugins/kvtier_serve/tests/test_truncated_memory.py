@@ -101,13 +101,18 @@ def test_a_load_that_meets_a_truncation_has_failed(left, tmp_path, keep, attache
 
 
 def test_what_was_sealed_in_truncated_memory_is_written_nowhere(tmp_path, keep, attached, monkeypatch):  # noqa: F811
+    lost_before_it_is_sealed(tmp_path, keep, attached, monkeypatch, lambda: truncate(keep))
+
+
+def lost_before_it_is_sealed(tmp_path, keep, attached, monkeypatch, lose):  # noqa: F811
+    """Nothing is written of memory that ``lose`` truncates or opens while its chunks are sealed, and none is found."""
     seal, disk = write_through.seal_part, tmp_path / "disk"
 
-    def truncated_first(*arguments, **options):
-        truncate(keep)
+    def lost_first(*arguments, **options):
+        lose()
         seal(*arguments, **options)
 
-    monkeypatch.setattr(write_through, "seal_part", truncated_first)
+    monkeypatch.setattr(write_through, "seal_part", lost_first)
     with serving(tmp_path, SLOTS, {"type": "disk", "path": str(disk), "capacity": "1MiB"}, keep=keep) as served:
         own = attached(served.path)
         own.store(OWN)
