@@ -120,7 +120,7 @@ def test_a_field_of_another_vllm_counts_when_it_is_set(tmp_path):
     assert shared(usual, keys(lora_request=LoRARequest("one", 1, path))) == 4
     stronger = NewerAdapter("one", 1, path, strength=2.0)
     assert begun().identify(asked(lora_request=stronger)) == Bypass(
-        "LoRA adapter 'one': vLLM's field 'strength' of a LoRA adapter is not known to kvtier"
+        "LoRA adapter one: vLLM's field 'strength' of a LoRA adapter is not known to kvtier"
     )
     request = asked()
     request_fields.refuse_others("a request", request, request_fields.REQUEST, NewerRequest)
@@ -269,7 +269,7 @@ def why_not(identifier, adapter):
     """Why requests with this adapter are bypassed."""
     found = identifier.identify(asked(lora_request=adapter))
     assert isinstance(found, Bypass)
-    return found.reason.removeprefix("LoRA adapter 'same name': ")
+    return found.reason.removeprefix("LoRA adapter same name: ")
 
 
 def test_adapters_are_distinguished_by_content(tmp_path):

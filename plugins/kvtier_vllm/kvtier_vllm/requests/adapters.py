@@ -59,9 +59,9 @@ class Adapters:
             refuse_others("a LoRA adapter", asked, ADAPTER)
             return f"{self._files(asked)} {asked.is_3d_lora_weight}"
         except (OSError, ValueError):
-            raise Unidentified(f"LoRA adapter '{name}': cannot read its weights from disk") from None
+            raise Unidentified(f"LoRA adapter {name}: cannot read its weights from disk") from None
         except Unidentified as why:
-            raise Unidentified(f"LoRA adapter '{name}': {why}") from None
+            raise Unidentified(f"LoRA adapter {name}: {why}") from None
 
     def _files(self, asked: LoRARequest) -> str:
         path = Path(asked.lora_path)
