@@ -1,6 +1,7 @@
 """What README and documentation show is what there is: commands, code, log lines, settings and links.
 
-Their YAML is loaded by tests/config/test_schema.py. Anchors, and which pages the site has, `make docs` checks.
+Their YAML is loaded by plugins/kvtier_doctor/tests/test_schema.py. Anchors, and which pages the site has, `make docs`
+checks.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from kvtier_core.config.model import (
     StoreTierConfig,
 )
 from kvtier_core.config.registry import KIND_OF, Registry
-from kvtier_core.config.schema import comments_of, first_paragraph
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
+from kvtier_doctor.schema import comments_of, first_paragraph
 
 #: What is written in YAML for a type.
 _WORDS: dict[Any, str] = {

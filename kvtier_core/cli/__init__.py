@@ -21,11 +21,12 @@ from kvtier_core.config.versions import own_version
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.work.io_pool import run
 
-_COMMANDS = "check clear completion explain plugins schema status top"
+_COMMANDS = "check completion explain plugins status top"
 _GROUP = "kvtier.commands"
 #: Commands of packages that are not always installed, and the extra that installs each.
 _EXTRAS = {
     "bench": "doctor",
+    "clear": "doctor",
     "conform": "testing",
     "doctor": "doctor",
     "fleet": "fleet",
@@ -34,6 +35,7 @@ _EXTRAS = {
     "new": "testing",
     "plan": "simulate",
     "quality": "vllm",
+    "schema": "doctor",
     "serve": "serve",
     "simulate": "simulate",
 }

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import attrs
 
-from kvtier_core.errors import ConfigError, KvtierError
+from kvtier_core.errors import BackendError, ConfigError, KvtierError
 
 #: Exit codes of a command: success; problems found; it cannot run.
 FINE, PROBLEMS, USAGE = 0, 1, 2
@@ -65,6 +65,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> It
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
+
+
+def agreed(question: str) -> bool:
+    """Does the user agree? Raises BackendError if there is no terminal to ask at."""
+    if not sys.stdin.isatty():
+        raise BackendError("not a terminal; pass --yes to confirm")
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _has_colours() -> bool:

@@ -12,14 +12,12 @@ from typing import Any
 import attrs
 
 from kvtier_core.cli.output import Output
-from kvtier_core.config.load import load_config
-from kvtier_core.config.model import StackConfig, StoreTierConfig
+from kvtier_core.config.model import StackConfig
 from kvtier_core.config.open import OpenedTier, open_tier
-from kvtier_core.config.registry import Registry
 from kvtier_core.config.server_client import server_client, server_path
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.errors import BackendError, ConfigError, Problem
-from kvtier_core.interfaces import OpenContext, Stored, SupportsNamespaces, SupportsWalk
+from kvtier_core.interfaces import OpenContext, SupportsNamespaces
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_core.storekit.folder import folders
 from kvtier_core.storekit.folder_lock import remove_if_unused
@@ -38,21 +36,6 @@ def layout_of(chunk_tokens: int, bytes_per_token: int) -> ChunkLayout:
     page_nbytes = (chunk_tokens * bytes_per_token,)
     group = KVGroup("group 0", KVKind.FULL_ATTENTION, page_nbytes, chunk_tokens, "unknown", KVStructure.OPAQUE)
     return ChunkLayout((group,), chunk_tokens)
-
-
-def store_tier(file: str, name: str) -> StoreTierConfig:
-    """The store tier of this name. Raises ConfigError, and BackendError if the file has none."""
-    tiers = {tier.name: tier for tier in load_config(file, Registry.discover()).stores}
-    if name not in tiers:
-        raise BackendError(f"{file} has no tier {name!r} below its arenas; it has: {', '.join(tiers) or 'none'}")
-    return tiers[name]
-
-
-def walk(tier: StoreTierConfig) -> contextlib.AbstractContextManager[Iterator[Stored]]:
-    """Everything in the store of a tier; see `SupportsWalk`. Raises BackendError."""
-    if not isinstance(tier.config, SupportsWalk):
-        raise BackendError(f"a tier of type {tier.config.type} cannot list its frames")
-    return tier.config.walk()
 
 
 def kv_of_token(model: Path | None, output: Output) -> Nbytes:

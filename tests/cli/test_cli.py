@@ -10,10 +10,7 @@ import sys
 
 import pytest
 
-from kvtier_core.cli import main, parser, tiers
-from kvtier_core.config.model import StoreTierConfig
-from kvtier_core.errors import BackendError
-from kvtier_example_backend.plugin import ExampleBackendConfig
+from kvtier_core.cli import main, parser
 
 
 @pytest.fixture
@@ -339,9 +336,3 @@ def test_a_command_is_needed(capsys):
         main([])
     assert left.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == "kvtier: error: the following arguments are required: COMMAND"
-
-
-def test_a_tier_need_not_be_walked():
-    tier = StoreTierConfig("example", ExampleBackendConfig())
-    with pytest.raises(BackendError, match="a tier of type example-backend cannot list its frames"):
-        tiers.walk(tier)

@@ -20,7 +20,6 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.open import open_stack, open_token_database
 from kvtier_core.config.registry import KINDS, Registry
-from kvtier_core.config.schema import schema_of
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import (
@@ -36,6 +35,7 @@ from kvtier_core.interfaces import (
 from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.types import Namespace, Nbytes, Seconds
+from kvtier_doctor.schema import schema_of
 from kvtier_testing.samples import make_layout
 
 LAYOUT = make_layout((65536,), 16)

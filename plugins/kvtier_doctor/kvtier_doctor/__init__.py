@@ -1,1 +1,1 @@
-"""Commands that examine the tiers of a configuration file where they are: doctor, bench and fsck."""
+"""Commands that examine a configuration file and its tiers where they are: doctor, bench, fsck, clear and schema."""

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import attrs
 
-from kvtier_core.cli import machine, tiers
+from kvtier_core.cli import tiers
 from kvtier_core.cli.host_files import stack_in
+from kvtier_core.cli.machine import available_memory
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.open import OpenedTier
@@ -22,6 +23,7 @@ from kvtier_core.storekit.folder import folders, nearest
 from kvtier_core.transfer.cuda.host_registration import page_tables
 from kvtier_core.types import Nbytes, size
 from kvtier_core.work.io_pool import run_within
+from kvtier_doctor import machine
 from kvtier_doctor.measure import Frames, median, seconds
 
 #: Frames that are written and read, and rounds of each measurement.
@@ -226,7 +228,7 @@ def _advice(tier: ArenaTierConfig | StoreTierConfig, found: Diagnosis, engine: _
         )
     if found.free is not None and tier.capacity and found.free < tier.capacity:
         told.append(f"its capacity is {tier.capacity}, but only {size(found.free)} is free, besides what it holds")
-    if isinstance(tier, ArenaTierConfig) and tier.capacity > (there := machine.available_memory()):
+    if isinstance(tier, ArenaTierConfig) and tier.capacity > (there := available_memory()):
         told.append(f"its capacity is {tier.capacity}, but only {size(there)} of memory is available")
     return told
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvtier_core.builtin.raw import RawConfig
-from kvtier_core.cli import tiers
 from kvtier_core.cli.output import FINE, PROBLEMS, Output
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.open import open_keyed_seal
@@ -22,6 +21,7 @@ from kvtier_core.interfaces import SerializerConfig, Stored
 from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.stack.store_tier.policy_state import key_of
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Nbytes, size
+from kvtier_doctor.stores import store_tier, walk
 
 if TYPE_CHECKING:
     from kvtier_core.encoding.keyed_seal import KeyedSeal
@@ -65,12 +65,12 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """A line for everything that cannot be served, then totals. Raises ConfigError and BackendError."""
-    tier = tiers.store_tier(options.config, options.tier)
+    tier = store_tier(options.config, options.tier)
     removable = set(Finding) - _HARMLESS if options.repair else set()
     if options.remove_incompatible:
         removable.add(Finding.INCOMPATIBLE)
     report = _Report(output, tier.capacity, _codecs_of(tier.serializer), removable, _Seals.of(tier))
-    with tiers.walk(tier) as found:
+    with walk(tier) as found:
         report.take_in(found)
     report.print_totals()
     if removable and tier.config.shared and tier.capacity is not None:

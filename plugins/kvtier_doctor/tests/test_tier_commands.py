@@ -15,12 +15,15 @@ from servers.ports import free_port
 
 from kvtier_core.cli import main
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE
+from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
+from kvtier_core.errors import BackendError
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_disk.config import DiskConfig
 from kvtier_doctor import doctor
+from kvtier_doctor.stores import walk
 from kvtier_example_backend import plugin as example
-from kvtier_example_backend.plugin import ExampleBackend
+from kvtier_example_backend.plugin import ExampleBackend, ExampleBackendConfig
 from kvtier_testing.samples import make_context, make_frame, make_keys, make_namespace
 
 NBYTES = 4 * FRAME_ALIGNMENT
@@ -260,3 +263,9 @@ def test_clear_leaves_a_tier_alone_that_an_engine_uses(folder, capsys):
     engine.close()
     assert "another engine or tier keeps its frames here" in capsys.readouterr().err
     assert frames(folder) == 3
+
+
+def test_a_tier_need_not_be_walked():
+    tier = StoreTierConfig("example", ExampleBackendConfig())
+    with pytest.raises(BackendError, match="a tier of type example-backend cannot list its frames"):
+        walk(tier)

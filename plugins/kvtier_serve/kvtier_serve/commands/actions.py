@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier_core.cli import explain, status, top
-from kvtier_core.cli.clear import agreed
-from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
+from kvtier_core.cli.output import FINE, PROBLEMS, Output, agreed, table
 from kvtier_core.errors import BackendError
 from kvtier_core.types import EnvSecret, Nbytes, Seconds, size
 from kvtier_serve.operators.asking import RunningServer

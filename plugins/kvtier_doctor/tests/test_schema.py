@@ -11,8 +11,8 @@ from source_copy import ROOT
 
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.config.schema import schema_of
 from kvtier_core.errors import ConfigError
+from kvtier_doctor.schema import schema_of
 
 REGISTRY = Registry.discover()
 SCHEMA = schema_of(REGISTRY)

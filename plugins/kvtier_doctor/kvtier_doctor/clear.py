@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections import Counter
 
-from kvtier_core.cli import tiers
-from kvtier_core.cli.output import FINE, PROBLEMS, Output
+from kvtier_core.cli.output import FINE, PROBLEMS, Output, agreed
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError, Gone, Problem
 from kvtier_core.types import size
+from kvtier_doctor.stores import walk
 
 _DIGEST = re.compile(r"[0-9a-f]{2,64}")
 
@@ -69,18 +68,10 @@ def _chosen(options: argparse.Namespace) -> list[StoreTierConfig]:
     return chosen
 
 
-def agreed(question: str) -> bool:
-    """Does the user agree? Raises BackendError if there is no terminal to ask at."""
-    if not sys.stdin.isatty():
-        raise BackendError("not a terminal; pass --yes to confirm")
-    print(question, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 def _clear(tier: StoreTierConfig, namespace: str | None) -> tuple[Counter[str], list[str]]:
     """Remove frames; returns their number and bytes, and the errors of frames that remain."""
     removed, errors = Counter(frames=0, nbytes=0), []
-    with tiers.walk(tier) as found:
+    with walk(tier) as found:
         for stored in found:
             if stored.home is None or not _is_of(stored.home, namespace):
                 continue

@@ -1,13 +1,15 @@
-"""A JSON Schema (draft 7, which editors read) of the configuration file, from the classes that it is read into.
+"""`kvtier schema`: a JSON Schema (draft 7, which editors read) of the configuration file, from the classes for it.
 
 It refuses nothing that `load` accepts. Only `load` refuses values that validators reject.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import enum
 import inspect
+import json
 import textwrap
 import types
 import typing
@@ -16,6 +18,7 @@ from typing import Any, Literal, Union
 
 import attrs
 
+from kvtier_core.cli.output import FINE, Output
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.registry import KIND_OF, Offer, Registry
 from kvtier_core.interfaces import ArenaConfig, BackendConfig
@@ -40,6 +43,22 @@ _SCALARS: Mapping[Any, Schema] = {
 _ALSO = {"on": True, "off": False, "yes": True, "no": False}
 #: Comparisons of numbers, by attrs' name for them, in the words of JSON Schema.
 _BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "exclusiveMaximum"}
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    commands.add_parser(
+        "schema",
+        help="print a JSON Schema of the configuration file, for editors",
+        description="Print a JSON Schema of the configuration file, with all plugins that are installed. An editor "
+        "that reads '# yaml-language-server: $schema=kvtier.schema.json' completes and checks the file with it.",
+    ).set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, output: Output) -> int:
+    """The schema, with --json or without."""
+    output.value = schema_of(Registry.discover())
+    output.say(json.dumps(output.value, indent=1))
+    return FINE
 
 
 def schema_of(registry: Registry) -> Schema:
