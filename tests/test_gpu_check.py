@@ -235,6 +235,7 @@ print(attrs.__file__, yaml.__file__, len(gpu.sections()))
     assert done.stdout.count("benchmarks/vendor") == 2
 
 
+@pytest.mark.more
 def test_the_library_is_built_without_make_or_ninja(tmp_path, monkeypatch):
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc here")

@@ -198,6 +198,7 @@ def test_a_client_whose_process_ends_is_started_again(tier, call):
     assert client_of(os.getpid()) != client
 
 
+@pytest.mark.more
 def test_a_client_that_hangs(master, owner, open_tier):
     tier = open_tier(master, timeout=1)
     answered(lambda: works(tier))

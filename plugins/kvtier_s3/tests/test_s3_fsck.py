@@ -54,6 +54,7 @@ def test_everything_is_reported(file, capsys, bucket, names):
         assert told in out.splitlines()
 
 
+@pytest.mark.more
 def test_opening_and_measuring_leave_nothing(file, bucket, config):
     text = Path(file).read_text()
     Path(file).write_text(text.replace("capacity: 1MiB", "capacity: 64MiB"))

@@ -72,7 +72,7 @@ class Served(StackMachine):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", some(SHAPES, "workers read both tiers", "two arenas, two tiers", "a shared store"))
+@pytest.mark.parametrize("shape", some(SHAPES, "workers read both tiers", "a shared store"))
 def test_any_interleaving_keeps_the_promises_through_a_server(shape):
     machine = type("Machine", (Served,), SHAPES[shape])
     run_state_machine_as_test(machine, settings=BRIEF)

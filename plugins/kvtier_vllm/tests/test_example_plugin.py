@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from real_engines import CHUNK, cpu, prompt
 
 PROJECT = Path(__file__).parents[3] / "plugins/kvtier_testing/examples/backend"
 
 
+@pytest.mark.more
 def test_an_engine_stores_in_the_example_and_loads_from_it(engine, tmp_path, monkeypatch):
     info = tmp_path / "kvtier_example_backend-0.1.0.dist-info"
     info.mkdir()

@@ -32,6 +32,7 @@ def ask(engine, said):
     assert answer.outputs[0].token_ids
 
 
+@pytest.mark.more
 def test_hints_reach_every_tier(engine, heard, tmp_path):
     with engine(cpu_and_disk(tmp_path)) as served:
         ask(served, None)

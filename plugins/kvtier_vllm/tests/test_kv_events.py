@@ -455,6 +455,7 @@ def test_whatever_requests_and_resets_there_were_a_router_knows_what_tiers_hold(
     traffic.host.side.close()
 
 
+@pytest.mark.more
 def test_whatever_two_engines_did_the_router_of_each_knows_what_their_server_holds(tmp_path):
     """At the end each asks for all its prompts again: it has no name for a chunk that left and the other one stored."""
     room = f"{{type: disk, path: {tmp_path}/disk, capacity: {30 * LAYOUT.frame_nbytes}B, min_free: 0B}}"

@@ -58,6 +58,7 @@ def polls() -> bool:
     return isinstance(os.sched_yield, types.BuiltinFunctionType) or bool(subprocess.call([sys.executable, "-c", ask]))
 
 
+@pytest.mark.more
 def test_processes_of_engines_sleep_where_they_would_poll(fork_server):
     """Otherwise they take the cores of other tests."""
     assert fork_server.run("test_processes:polls", FORKED)[0] is False
