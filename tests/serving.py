@@ -61,6 +61,12 @@ class Serving:
             self.settle()
         return found.slots
 
+    def wait(self, seconds):
+        """Nothing is asked for so long, and then what was due is done."""
+        self._now += seconds
+        self.manager.step()
+        self.settle()
+
     def settle(self):
         self._note(self.manager.drain(HANG))
         assert not self.manager.jobs

@@ -31,7 +31,7 @@ BUDGETS = {
     "interfaces": 1050,
     "policies": 500,
     "relays": 310,
-    "stack": 4850,
+    "stack": 5205,
     "storekit": 1420,
     "telemetry": 930,
     "transfer": 2550,
@@ -98,11 +98,11 @@ def test_a_room_keeps_its_budget(name):
 
 
 def test_the_core_is_minimal():
-    assert weight(CORE) <= 20545
+    assert weight(CORE) <= 20900
 
 
 def test_the_data_plane_is_read_in_an_afternoon():
-    assert weight(*DATA_PLANE) <= 7530  # aim: 6600
+    assert weight(*DATA_PLANE) <= 7885  # aim: 6600
 
 
 def test_no_file_is_long():

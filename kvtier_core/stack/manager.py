@@ -115,8 +115,11 @@ class StorageManager(Stack):
 
     def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
         self._layout.check_path(path)
-        for level in self._levels:
-            level.index.request(path, self._clock(), hints or {})
+        now, hints = self._clock(), hints or {}
+        for arena in self.arenas:
+            arena.index.request(path, now, hints)
+        for tier in self.tiers:
+            tier.request(path, now, hints)
         self._note(path, salt)
         self._write_through.offer_again(path, salt)
 

@@ -187,9 +187,10 @@ def test_a_forged_frame_is_reported_and_not_found_again(keyed):
 @SEALS
 def test_a_policys_state_is_sealed(keyed):
     shelf, learned, cold = Shelf(), CacheIndex(GittinsConfig().open()), GittinsConfig().open().save()
+    state = PolicyState(shelf, learned.policy, codec_of(keyed), 1 << 30)
     for now in range(1, 200):
         learned.request(KEYS, float(now), {})
-    PolicyState(shelf, learned.policy, codec_of(keyed), 1 << 30).keep()
+    state.keep()
 
     def recalled(seal):
         index = CacheIndex(GittinsConfig().open())

@@ -28,8 +28,10 @@ def learned(index):
 def kept():
     """A store in which a policy left what it had learned."""
     shelf = Shelf()
-    index = learned(CacheIndex(GittinsConfig().open()))
-    PolicyState(shelf, index.policy, FrameCodec(NAMESPACE, LAYOUT), PLENTY).keep()
+    index = CacheIndex(GittinsConfig().open())
+    state = PolicyState(shelf, index.policy, FrameCodec(NAMESPACE, LAYOUT), PLENTY)
+    learned(index)
+    state.keep()
     return shelf, index.policy.save()
 
 

@@ -62,10 +62,10 @@ def warm(learned):
 
 
 def open_stack_at(folder):
-    """`io: calls`, so that a test can stop a write half-way."""
+    """`io: calls`, so that a test can stop a write half-way. Too small for a log, from which the policy learns, too."""
     (folder / "kvtier.yaml").write_text(
         f"version: 1\ntiers:\n  - {{type: cpu, capacity: {4 * FRAME}B, eviction: lru}}\n"
-        f"  - {{type: disk, path: {folder / 'kv'}, capacity: 64MiB, min_free: 0B, io: calls, eviction: watched}}\n"
+        f"  - {{type: disk, path: {folder / 'kv'}, capacity: 4MiB, min_free: 0B, io: calls, eviction: watched}}\n"
     )
     return Serving(folder / "kvtier.yaml", Watched())
 

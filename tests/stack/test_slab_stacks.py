@@ -21,7 +21,7 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.layouts import ChunkLayout, KVKind, frame_nbytes
 from kvtier_core.policies.gittins import GittinsConfig
-from kvtier_core.types import StoredFrame
+from kvtier_core.types import FRAME_ALIGNMENT, StoredFrame
 from kvtier_gds.backend import GdsBackend
 from kvtier_gds.config import GdsConfig
 from kvtier_testing.samples import make_context, make_group, make_keys, make_layout
@@ -94,10 +94,11 @@ def test_slabs_that_are_full_take_newcomers_for_the_least_recent(stack, tmp_path
         assert not serving.seen & {"io_error", "breaker_open", "corrupt", "missing"}
 
 
-def test_the_policy_state_does_not_take_a_chunks_room(stack, tmp_path):
-    """It is a frame of another length, written before the slabs are full; the tier has kept its bytes for it."""
+def test_what_lies_beside_the_chunks_does_not_take_their_room(stack, tmp_path):
+    """The state of the policy and the log are frames of other lengths, written at any time; their room is reserved."""
     names = "[" + ", ".join(str(tmp_path / name) for name in "abc") + "]"
-    capacity = 400 * FRAME + frame_nbytes(len(GittinsConfig().open().save()))
+    log_nbytes = 12 * 2 * FRAME_ALIGNMENT  # as many frames of the least length as a 64th has room for
+    capacity = 400 * FRAME + frame_nbytes(len(GittinsConfig().open().save())) + log_nbytes
     paths = [make_keys(CHUNKS * 150)[i : i + CHUNKS] for i in range(0, CHUNKS * 150, CHUNKS)]
     tier = f"{{type: gds, paths: {names}, capacity: {capacity}B, eviction: gittins, mode: bounce}}"
     with stack(CPU, tier) as serving:
@@ -105,6 +106,10 @@ def test_the_policy_state_does_not_take_a_chunks_room(stack, tmp_path):
         _, slabs = serving.manager.usage()
         assert slabs.chunks == 400 and "evicted" in serving.seen
         assert not serving.seen & {"io_error", "breaker_open"}
+        stored(serving, paths)
+        assert serving.manager.usage()[1].chunks == 400
+    with stack(CPU, tier) as serving:
+        assert serving.manager.usage()[1].chunks == 400 and not serving.seen
 
 
 def test_slabs_above_a_bucket(stack, tmp_path, s3_server):  # noqa: F811

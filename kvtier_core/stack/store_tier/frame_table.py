@@ -93,7 +93,7 @@ class FrameTable:
     """
 
     def __init__(self, index: CacheIndex, limit: CapacityLimit, kept_nbytes: int, clock: Callable[[], float]):
-        """``kept_nbytes`` are reserved for the state of the policy, which is stored beside the frames."""
+        """``kept_nbytes`` are reserved for what is stored beside the frames of chunks."""
         self.index = index
         self.limit = limit
         self.in_use: dict[ChunkKey, Use] = {}

@@ -16,12 +16,13 @@ from kvtier_core.stack.store_tier.deletes import Deletes
 from kvtier_core.stack.store_tier.direct_reads import DirectReads
 from kvtier_core.stack.store_tier.frame_table import CapacityLimit, FrameTable, Use
 from kvtier_core.stack.store_tier.health import StoreHealth
-from kvtier_core.stack.store_tier.policy_state import PolicyState
+from kvtier_core.stack.store_tier.policy_state import FITS, PolicyState
 from kvtier_core.stack.store_tier.reads import Arrived, Reads
 from kvtier_core.stack.store_tier.remote_lookup import RemoteLookup
+from kvtier_core.stack.store_tier.request_log import RequestLog, keys_beside
 from kvtier_core.stack.store_tier.writes import FrameWrite, Release, Writes
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, StoredFrame, Usage
-from kvtier_core.work.io_pool import Outcome, Pool, run_within
+from kvtier_core.work.io_pool import Outcome, Pool, run, run_within
 
 #: Number of frames that leave in one step when the capacity becomes smaller.
 _LEAVE_AT_ONCE = 64
@@ -72,7 +73,10 @@ class StoreTier:
         self._health = StoreHealth(name, pool, timeout, clock)
         self.events: list[Event] = self._health.events  #: since the caller last cleared this list
         self._policy_state = PolicyState(backend, index.policy, codec, capacity)
-        self._table = FrameTable(index, CapacityLimit(capacity), self._policy_state.nbytes, clock)
+        self._log = RequestLog(backend, codec, capacity // FITS - self._policy_state.nbytes)
+        self._kept = (self._policy_state, self._log)
+        kept_nbytes = sum(kept.nbytes for kept in self._kept)
+        self._table = FrameTable(index, CapacityLimit(capacity), kept_nbytes, clock)
         #: The frames in the store that this tier's codec cannot read, with their sizes in bytes.
         self.incompatible: Mapping[ChunkKey, int] = self._table.incompatible
         speed = StoreSpeed()
@@ -176,8 +180,13 @@ class StoreTier:
         """How many chunks of a declined run to load anyway, with no request waiting."""
         return self.chooser.probe(chunks, self._codec.max_frame_nbytes, self._reading_nbytes)
 
+    def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
+        """A request names these chunks, root first, at ``now``, in seconds of the tier's clock."""
+        self.index.request(path, now, hints)
+        self._log.note(path, now)
+
     def poll(self) -> None:
-        """After calls have returned: begin writes that waited for them, retry deletes, and save the policy's state.
+        """After calls have returned: begin writes that waited for them, retry deletes, save what outlives a restart.
 
         A shared store is asked for the keys that `RemoteLookup.request` noted.
         """
@@ -186,8 +195,9 @@ class StoreTier:
         self._resize()
         self._deletes.retry()
         self._writes.start()
-        if self._policy_state.due(now) and self._health.can_write:
-            self._policy_state.keep_by(self.pool, now, self._policy_kept)
+        for kept in self._kept:
+            if kept.due(now) and self._health.can_write:
+                kept.keep_by(self.pool, now, self._was_kept)
         self.remote.start(self._index_found)
 
     # -- writing -----------------------------------------------------------------------------------
@@ -326,20 +336,26 @@ class StoreTier:
     # -- endings -----------------------------------------------------------------------------------
 
     def erase(self, keys: Sequence[ChunkKey]) -> int:
-        """Never find these frames again, and erase them. Returns the number that were here. The store is not shared."""
+        """Never find these frames again, and erase them. Returns the number that were here. The store is not shared.
+
+        The log of requests is erased with them: their keys could confirm a guess of what was erased.
+        """
         held = [key for key in dict.fromkeys([*keys, *self.index.other_parts(keys)]) if key in self.index]
         self._deletes.erase(held)
+        if held:
+            self._log.forget(self.namespace, erase=True)
         return len(held)
 
     @property
     def erasing(self) -> int:
-        """Number of frames that are still to be erased; all damaged ones count as one."""
-        return len(self._deletes.condemned) + self._deletes.keeps_damaged
+        """Number of frames that are still to be erased; all damaged ones count as one, and so does the log."""
+        return len(self._deletes.condemned) + self._deletes.keeps_damaged + self._log.erasing
 
     def invalidate_all(self, namespace: Namespace) -> None:
         """Never find any of these frames again; new ones are encoded under ``namespace``."""
         self._codec = self._codec.with_namespace(namespace)
         self._deletes.invalidate(self.index.resident)
+        self._log.forget(self.namespace)
 
     def close(self, timeout: float) -> bool:
         """Close the tier. False if a call still hangs after ``timeout`` seconds; the backend then stays open."""
@@ -349,14 +365,15 @@ class StoreTier:
 
     def _close(self) -> None:
         try:
-            self._policy_state.keep()
+            for kept in self._kept:
+                kept.keep()
         finally:
             self.backend.close()
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Index the frames that survived a restart, oldest first; evict those beyond the capacity.
+        """Index the frames that survived a restart, in the order of their requests; evict those beyond the capacity.
 
         A shared store is asked for each key when a request names it: listing it would take long, and a frame beyond
         this engine's capacity may belong to another engine.
@@ -366,12 +383,16 @@ class StoreTier:
         self._policy_state.recall()
         if not isinstance(self.backend, SupportsListing):
             return
-        for key, nbytes in self.backend.scan():
-            if key != self._policy_state.key and key not in self.index:
-                self.index.admit([key], [None], nbytes)
+        found = dict(self.backend.scan())
+        lengths = {**self._policy_state.frames, **self._log.frames}
+        beside = [key for key in keys_beside(self.namespace.digest) if key in found]
+        stale = [key for key in beside if found.pop(key) != lengths.get(key)]  # of another capacity or policy
+        self._log.replay(self.index, found, self._clock())
+        if stale:
+            run(lambda: self.backend.delete(stale))
         self._deletes.evict_excess("beyond its capacity")
 
-    def _policy_kept(self, outcome: Outcome) -> None:
+    def _was_kept(self, outcome: Outcome) -> None:
         self._health.record(self._health.writes, [], outcome.error)
 
     def _index_found(self, keys: Sequence[ChunkKey]) -> None:

@@ -21,7 +21,7 @@ from kvtier_core.encoding.keyed_seal import KeyedSeal
 from kvtier_core.frames.format import seal
 from kvtier_core.frames.identity import CodecIdentity
 from kvtier_core.relays.sealed_names import SealedNames
-from kvtier_core.stack.store_tier.policy_state import key_of
+from kvtier_core.stack.store_tier.request_log import keys_beside
 from kvtier_core.types import FRAME_ALIGNMENT, Nbytes
 from kvtier_disk.config import DiskConfig
 from kvtier_testing.samples import make_context, make_frame, make_keys, make_namespace
@@ -62,15 +62,17 @@ def counts(out):
     return {row[0]: int(row[1]) for row in rows}
 
 
-def test_fsck_knows_the_policy_state(folder, capsys):
+def test_fsck_knows_the_policy_state_and_the_log(folder, capsys):
+    beside = state, *_, last = keys_beside(make_namespace().digest)
+    assert len(set(beside)) == 65
     with contextlib.closing(DiskConfig(path=folder / "store").open(make_context())) as disk:
-        disk.write([key_of(make_namespace().digest)], [make_frame(key_of(make_namespace().digest), nbytes=NBYTES)])
+        disk.write([state, last], [make_frame(state, nbytes=NBYTES), make_frame(last, nbytes=NBYTES)])
     main(["fsck", "disk", "--config", "kvtier.yaml"])
     found = counts(capsys.readouterr().out)
-    assert (found["whole"], found["policy"]) == (1, 1)
+    assert (found["whole"], found["policy"]) == (1, 2)
     main(["fsck", "disk", "--config", "kvtier.yaml", "--repair"])
     found = counts(capsys.readouterr().out)
-    assert (found["whole"], found["policy"]) == (1, 1), "it stays"
+    assert (found["whole"], found["policy"]) == (1, 2), "they stay"
 
 
 def test_everything_is_reported(folder, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -19,7 +19,7 @@ from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_
 from kvtier_core.frames.identity import PACKED, RAW, CodecIdentity, Protection, identity_of
 from kvtier_core.interfaces import SerializerConfig, Stored
 from kvtier_core.outside import LONGEST_PATH, printable
-from kvtier_core.stack.store_tier.policy_state import key_of
+from kvtier_core.stack.store_tier.request_log import keys_beside
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Nbytes, size
 from kvtier_doctor.stores import store_tier, walk
 
@@ -37,7 +37,7 @@ class Finding(enum.Enum):
     FOREIGN = "foreign"  #: not a frame, where only frames should be
     ORPHANED = "orphaned"  #: a whole frame that no engine looks up: of another key, namespace or epoch
     UNREADABLE = "unreadable"
-    POLICY = "policy"  #: the state of the tier's eviction policy, whole: it belongs to no chunk
+    POLICY = "policy"  #: for the tier's eviction policy, whole: its state, or a log of requests; belongs to no chunk
 
 
 #: Served, or left for an engine that can read it.
@@ -124,11 +124,11 @@ class _Seals:
         self.unchecked += 1  # its request may have had a salt, which is not stored anywhere
         return None
 
-    def is_of(self, key: ChunkKey, header: Header) -> bool | None:
-        """Is it the frame of this key? None if unknown: only the secret gives the names of frames."""
+    def is_of(self, keys: Sequence[ChunkKey], header: Header) -> bool | None:
+        """Is it the frame of one of these keys? None if unknown: only the secret gives the names of frames."""
         if self.keyed_seal is not None:
-            return header.key == self.keyed_seal.names([key])[0]
-        return header.key == key if self.protection is Protection.NONE else None
+            return header.key in self.keyed_seal.names(keys)
+        return header.key in keys if self.protection is Protection.NONE else None
 
     def describe(self) -> Iterator[str]:
         """A line if some seals were not checked."""
@@ -203,8 +203,8 @@ class _Report:
             return Finding.ORPHANED, "a frame of another key"
         if not header.namespace.startswith(stored.home):
             return Finding.ORPHANED, "a frame of another namespace or epoch"
-        # The state of a policy is raw, whatever the tier's serializer is.
-        is_policys = header.codec == RAW and self.seals.is_of(key_of(header.namespace), header)
+        # What is for the policy is raw, whatever the tier's serializer is.
+        is_policys = header.codec == RAW and self.seals.is_of(keys_beside(header.namespace), header)
         if is_policys:
             return Finding.POLICY, ""
         self.codecs[str(header.codec)] += 1

@@ -29,7 +29,7 @@ from fork_server import ForkServer
 
 from kvtier_core.builtin.chained import Chained, ChainedConfig
 from kvtier_core.hookspecs import hookimpl
-from kvtier_core.stack.store_tier.policy_state import key_of
+from kvtier_core.stack.store_tier.request_log import keys_beside
 from kvtier_core.telemetry.event_log import EventLog
 from kvtier_core.types import FRAME_ALIGNMENT, Event, EventKind, Namespace
 
@@ -156,7 +156,8 @@ def _look(engine: Any) -> None:
     engine.settle()
     for key in engine.manager.tiers[0].index.resident:
         tell("indexed", key.hex())
-    tell("memo", key_of(engine.connector.side.namespace.digest).hex())
+    for key in keys_beside(engine.connector.side.namespace.digest):
+        tell("memo", key.hex())
     tell("accounted", engine.manager.usage()[-1].nbytes)
 
 

@@ -261,8 +261,9 @@ class Campaign:
         """What the tier believes to lie on the disk, and nothing else, lies there."""
         told = life.do("look")
         frames = {key: path for key, path in self._frames().items() if home_of(path) == self._ledger.home}
-        (memo,) = [words[1] for words in told if words[0] == "memo"]
-        frames.pop(memo, None)
+        for words in told:
+            if words[0] == "memo":
+                frames.pop(words[1], None)
         assert {words[1] for words in told if words[0] == "indexed"} == frames.keys()
         assert [words[1] for words in told if words[0] == "accounted"] == [nbytes_of(frames)]
 
