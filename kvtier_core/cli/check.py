@@ -5,35 +5,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from kvtier_core.builtin.heap import HeapConfig
 from kvtier_core.cli import machine, tiers
 from kvtier_core.cli.host_files import stack_in
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE, Output, table
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.config.open import open_token_database
 from kvtier_core.config.quality import check_quality
 from kvtier_core.config.server_client import server_client
+from kvtier_core.config.suitable import unset_secrets, unsuitable
 from kvtier_core.config.yaml_nodes import ProblemCollector
-from kvtier_core.engine.start.startup import open_beside
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import Medium
-from kvtier_core.layouts import ChunkLayout
+from kvtier_core.layouts import KVGroup
+from kvtier_core.stack.manager import StorageManager
 from kvtier_core.storekit.folder import folders, nearest
-from kvtier_core.storekit.user_folders import runtime_folders
-from kvtier_core.telemetry.observer_feed import Observers
-from kvtier_core.telemetry.status_page import socket_path
-from kvtier_core.telemetry.status_server import Server
 from kvtier_core.types import EnvSecret, Nbytes, size
 
 #: The ends of the paths of settings that no file has: of the arena that a tier brings itself.
 _DERIVED = (".staging.type", ".staging.capacity")
+#: In place of those of a server.
+_ANY_TIERS = (ArenaTierConfig("heap", HeapConfig(), Nbytes(16 << 20)),)
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -68,15 +68,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
     try:
         if config.server:
             server_client()
-        if not options.elsewhere:
-            _must_suit(config, output)
+        quality = _must_suit(config, options, output)
         rows = [(path, _shown(value), config.origin(path)) for path, value in _settings(config)]
         output.value = {"settings": [dict(zip(("path", "value", "origin"), row, strict=True)) for row in rows]}
         shown = [row for row in rows if options.all or row[2] != "default" or row[0].endswith(_DERIVED)]
         widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
         for path, value, origin in shown:
             output.say(f"{path.ljust(widths[0])}  {value.ljust(widths[1])}  {origin}")
-        quality = [told for number in range(len(config.tiers)) if (told := check_quality(config, number))]
         if quality:
             output.value["quality"] = quality
             output.say(*quality)
@@ -84,12 +82,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
             output.warn(line)
         lacking = []
         if options.model or options.open:
-            token = tiers.kv_of_token(options.model, output)
-            config, layout = tiers.sized(config, token)
+            group = tiers.kv_of(options.model, output)
         if options.model:
-            lacking = _say_sizes(config, token, output)
+            lacking = _say_sizes(tiers.sized(config, group)[0], tiers.of_token(group), output)
         if options.open:
-            _open(config, layout, output)
+            _open(config, group, quality, output)
     except ConfigError as error:
         output.fail(error)
         return PROBLEMS
@@ -100,41 +97,38 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return FINE
 
 
-def _must_suit(config: StackConfig, output: Output) -> None:
-    """Raise ConfigError with what keeps an engine from starting here, as far as it shows without opening anything."""
-    stores = ((number, tier) for number, tier in enumerate(config.tiers) if isinstance(tier, StoreTierConfig))
-    optional = tuple(config.path_of(number) for number, tier in stores if not tier.required)
-    collector = ProblemCollector()
-    for problem in (*_of_memory(config), *_of_folders(config), *_of_secrets(config)):
-        if problem.path.startswith(optional):
-            output.warn(f"{problem}; an engine starts without it")
-        else:
+def _must_suit(config: StackConfig, options: argparse.Namespace, output: Output) -> list[str]:
+    """How far answers may differ with its codecs.
+
+    Raises ConfigError with what keeps an engine from starting here, as far as it shows without opening anything.
+    """
+    collector, quality = ProblemCollector(), []
+    if options.open:
+        with collector:
+            config.check_engine(tiers.BLOCK_TOKENS)
+    for number in range(len(config.tiers)):
+        with collector:
+            quality.append(check_quality(config, number))
+    for problem, required in _of_machine(config) if not options.elsewhere else ():
+        if required:
             collector.problems.append(problem)
+        elif not options.open:  # or its start says so
+            output.warn(f"{problem}; an engine starts without it")
     collector.raise_if_any()
+    return list(filter(None, quality))
 
 
-def _of_memory(config: StackConfig) -> Iterator[Problem]:
+def _of_machine(config: StackConfig) -> Iterator[tuple[Problem, bool]]:
+    """Each problem, and whether an engine does not start with it."""
     needed, there = sum(tier.capacity for tier in config.arenas), machine.whole_memory()
     if needed > there:
         why = f"memory tiers need {size(needed)}, but this machine has {size(there)}"
-        yield config.problem(config.path_of(0), why, "lower the capacity")
-
-
-def _of_folders(config: StackConfig) -> Iterator[Problem]:
-    used: dict[str, str] = {}
+        yield config.problem(config.path_of(0), why, "lower the capacity"), True
     for number, tier in enumerate(config.tiers):
-        path = config.path_of(number)
-        for folder in folders(tier) if tier.config.medium is Medium.DISK else ():
-            if not (there := nearest(folder)).is_dir():
-                yield config.problem(path, f"{there} is not a folder", "name one")
-            if (other := used.setdefault(os.path.realpath(folder), path)) != path:
-                yield config.problem(path, f"{folder} is also the folder of {other}", "give each its own path")
-
-
-def _of_secrets(config: StackConfig) -> Iterator[Problem]:
-    for path, value in _settings(config):
-        if isinstance(value, EnvSecret) and not os.environ.get(value.variable):
-            yield config.problem(path, f"the environment variable {value.variable} is not set", "set it for the engine")
+        required = isinstance(tier, ArenaTierConfig) or tier.required
+        yield from ((problem, required) for problem in unsuitable(config, number))
+    for i, observer in enumerate(config.observers):
+        yield from ((problem, True) for problem in unset_secrets(config, observer, f"$.observers[{i}]"))
 
 
 def programs_not_found(config: StackConfig) -> Iterator[str]:
@@ -144,41 +138,45 @@ def programs_not_found(config: StackConfig) -> Iterator[str]:
             yield f"program {program.name}: {program.command[0]!r} is not found; its server starts without it"
 
 
-def _open(config: StackConfig, layout: ChunkLayout, output: Output) -> None:
-    """Open what an engine opens when it starts, report the result, and leave no trace. Raises ConfigError."""
-    ctx = attrs.evolve(tiers.context(layout), checking=True)
-    without: list[Problem] = []
-    made = [folder for each in (*config.observers, config.record) for folder in folders(each)]
-    with tiers.no_new_folders([*made, *runtime_folders()]), contextlib.ExitStack() as closing:
-        open_token_database(config, ctx.namespace)
-        opened = closing.enter_context(tiers.opened(config, layout, range(len(config.tiers)), without, checking=True))
-        recorder, observers = open_beside(config, ctx)
-        if recorder:
-            closing.callback(recorder.path.unlink)
-            closing.callback(recorder.close)
-        closing.callback(Observers(observers).close)
-        _say_facts({each.tier.name: dict(each.store.facts()) for each in opened}, output)
-        output.say(*(f"{name}: opened" for name, _ in observers))
-        if without:
-            output.value["without"] = list(map(str, without))
-            for problem in without:
-                output.warn(f"{problem}; an engine starts without it")
-        for what, why in _goes_without(config):
-            output.warn(f"{what}: {why}; an engine starts anyway")
+def _open(config: StackConfig, group: KVGroup, known: Sequence[str], output: Output) -> None:
+    """Do what an engine does when it starts, report the result, and leave no trace. Raises ConfigError.
+
+    ``known`` are warnings of the start that need no repetition.
+    """
+    with _heard() as lines:
+        if config.server:
+            try:
+                tiers.ask_server(config)
+            except ConfigError as error:
+                lines.append(f"no server: {error.problems[0].why}, so everything is computed until it is there")
+            config = attrs.evolve(config, server=None, tiers=_ANY_TIERS)  # its sessions are for engines
+        side = tiers.started(config, group)
+    with contextlib.closing(side):
+        stack = side.manager
+        assert isinstance(stack, StorageManager), "opened here"
+        opened = {arena.name: arena.memory.facts() for arena in stack.arenas}
+        opened |= {tier.name: tier.backend.facts() for tier in stack.tiers}
+        if config.tiers is not _ANY_TIERS:
+            _say_facts({tier.name: dict(opened[tier.name]) for tier in config.tiers if tier.name in opened}, output)
+        output.say(*(f"observer {each.type} ($.observers[{i}]): opened" for i, each in enumerate(config.observers)))
+    if without := [line for line in lines if line not in known]:
+        output.value["without"] = without
+        for line in without:
+            output.warn(f"{line}; an engine starts anyway")
 
 
-def _goes_without(config: StackConfig) -> Iterator[tuple[str, str]]:
-    """Each thing that an engine lacks when it starts, and the reason."""
-    if config.server:
-        try:
-            tiers.ask_server(config)
-        except ConfigError as error:
-            yield "server", f"{error.problems[0].why}, so everything is computed until it is there"
-    if config.status != "off":
-        try:
-            Server(socket_path(config.status), lambda asked: None).close()
-        except OSError as error:
-            yield "status", f"cannot open a socket: {error}"
+@contextlib.contextmanager
+def _heard() -> Iterator[list[str]]:
+    """The warnings that are logged meanwhile, which are not printed."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage().removeprefix("kvtier: "))  # type: ignore[method-assign]
+    logger = logging.getLogger("kvtier")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def _say_facts(facts: dict[str, dict[str, str]], output: Output) -> None:

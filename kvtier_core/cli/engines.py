@@ -32,7 +32,7 @@ def found(named: Path | None) -> list[Path]:
     if named:
         return [named]
     try:
-        folder = runtime_folder()
+        folder = runtime_folder(trial=True)
     except OSError as error:
         raise BackendError(f"{error}; pass the socket of an engine with --socket") from error
     sockets = sorted(path for path in folder.glob(PATTERN) if path.is_socket())

@@ -19,6 +19,7 @@ from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config.guard import PluginCall
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.quality import check_quality
+from kvtier_core.config.suitable import unset_secrets, unsuitable
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.errors import BackendError, ConfigError
@@ -36,6 +37,7 @@ from kvtier_core.interfaces import (
     SupportsDirectReads,
     TokenDatabase,
 )
+from kvtier_core.relays.relay import Untouched
 from kvtier_core.relays.sealed_names import SealedNames
 from kvtier_core.relays.shown_store import ShownStore
 from kvtier_core.stack.arena import Arena
@@ -214,6 +216,8 @@ def open_observers(config: StackConfig, ctx: OpenContext) -> list[tuple[str, Obs
             name = f"observer {chosen.type}"
             call = PluginCall(config.plugin_of(chosen), name, f"$.observers[{i}]", config.problem)
             with collector:
+                if problems := list(unset_secrets(config, chosen, f"$.observers[{i}]")):
+                    raise ConfigError(problems)
                 observer = call.returns(Observer, functools.partial(chosen.open, ctx))
                 closing.callback(only_here(functools.partial(run, observer.close)))
                 opened.append((f"{name} ($.observers[{i}])", observer))
@@ -235,6 +239,8 @@ class _Opening:
     def open(self, ctx: OpenContext) -> OpenedTier:
         """Open the store with its policy and codec. Raises ConfigError."""
         tier = self.tier
+        if problems := list(unsuitable(self.config, self.number)):
+            raise ConfigError(problems)
         if isinstance(tier, ArenaTierConfig) and tier.keep is not None:
             path = f"{self.config.path_of(self.number)}.keep"
             raise ConfigError([self.config.problem(path, "only kvtier serve can keep its memory", "remove it")])
@@ -255,6 +261,9 @@ class _Opening:
         longest = Nbytes(max(codec.max_frame_nbytes, FRAME_HEADER_NBYTES + MAX_POLICY_STATE_NBYTES))
         store = self.store(attrs.evolve(ctx, max_frame_nbytes=longest, slot_nbytes=codec.max_frame_nbytes))
         if isinstance(store, Backend):
+            if ctx.checking:
+                store = Untouched(store)
+                self.closing.callback(store.close)
             if codec.keyed_seal is not None:
                 store = SealedNames(store, codec.keyed_seal)
             if codec.is_raw and not self._shared and self.config.has_peers:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import ConfigError
 from kvtier_core.forks import ProcessBound
+from kvtier_core.storekit.trial import new_file
 from kvtier_core.types import ChunkKey, size
 from kvtier_core.work.io_pool import IOPool, Outcome
 
@@ -32,10 +33,18 @@ _CLOSE_TIMEOUT = 1.0
 class Recorder(ProcessBound):
     """One recording. Call every method on the scheduler's thread; the file is written on another thread."""
 
-    def __init__(self, config: StackConfig, replicas: int = 1, clock: Callable[[], float] = time.monotonic):
-        """Begin a new file in the configured folder. Raises ConfigError if that is not possible.
+    def __init__(
+        self,
+        config: StackConfig,
+        replicas: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        trial: bool = False,
+    ):
+        """Begin a new file in the configured folder; in a ``trial``, one that nobody finds.
 
-        ``replicas`` engines write to the folder; each may use an equal part of the capacity that is left.
+        ``replicas`` engines write to the folder; each may use an equal part of the capacity that is left. Raises
+        ConfigError if that is not possible.
         """
         self._chunk_tokens = config.chunk_tokens
         self._clock = clock
@@ -45,11 +54,10 @@ class Recorder(ProcessBound):
         assert config.record is not None, "no recording is configured"
         folder = config.record.path
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             taken = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
             self._room = (config.record.capacity - taken) // replicas
             self.path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.jsonl"
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._file = new_file(folder, self.path.name, os.O_WRONLY, trial=trial)
         except OSError as error:
             raise ConfigError([config.problem("$.record.path", f"cannot be written: {error}")]) from error
         self._pool = IOPool("record")

@@ -70,7 +70,7 @@ class OpenContext:
     #: The folder, on a file system in memory, in which an arena's memory outlives this process (`SupportsKeeping`).
     #: None: it does not.
     keep: Path | None = None
-    #: A command opens the tier as a trial: it makes, changes and removes nothing that others could find.
+    #: It is a trial, of which only the outcome counts: make, change and remove nothing that others could find.
     checking: bool = False
     #: For a tier of peers: the sealed frames in the hottest arena, for any thread to read. Their memory may be reused
     #: at any moment: a copy counts only if its key still maps to the same view (``is``) when it is complete.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvtier_core.errors import BackendError
@@ -67,3 +68,20 @@ class Relay(Backend):
 
     def close(self) -> None:
         self._inner.close()
+
+
+class Untouched(Relay):
+    """Shows a store to a check: writes and deletes do not arrive, and nothing of its namespace stays."""
+
+    def write(self, keys: Sequence[ChunkKey], frames: Sequence[memoryview]) -> None:
+        pass
+
+    def delete(self, keys: Sequence[ChunkKey]) -> None:
+        pass
+
+    quarantine = erase = delete
+
+    def close(self) -> None:
+        with contextlib.suppress(BackendError):  # a store that cannot be reached does not know the namespace
+            self.drop_namespace()
+        super().close()

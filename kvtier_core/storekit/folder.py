@@ -18,7 +18,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import attrs
 
@@ -69,7 +69,7 @@ def own_folder(path: Path, ctx: OpenContext) -> Path:
 def own_folders(path: Path) -> list[Path]:
     """All folders that `own_folder` may have returned."""
     path = place_in(path)
-    return [path, *sorted(path.glob(f"{_REPLICA}[0-9]*"))]
+    return [path, *(sorted(path.glob(f"{_REPLICA}[0-9]*")) if os.path.isdir(path) else ())]
 
 
 def folders(settings: Any) -> list[Path]:
@@ -103,39 +103,51 @@ class Folder:
         self._opened = opened
 
     @classmethod
-    def at(cls, path: Path, *, make: bool = False, looking: bool = False) -> Folder:
+    def at(cls, path: Path, *, make: bool = False, looking: bool = False) -> Self:
         """The folder that the path leads to now. Raises BackendError if others than this user may write to it.
 
         With ``make``, it and the folders above are made if they are missing, and it is closed again if kvtier made it
         and kubelet has opened it to its group; ``looking`` leaves it open, and accepts it all the same.
         """
+        return cls._reached(path, make)._accepted(path, make, looking)
+
+    @classmethod
+    def _reached(cls, path: Path, make: bool) -> Self:
+        """What the path leads to, open only as a folder on the way."""
         found = cls(os.open("/", _ON_THE_WAY), "/")
         names = list(path.absolute().parts[:0:-1])  # still to enter, the next one last
         links = 0
         while names:
             name = names.pop()
             try:
-                found = cls(found._enter(name, _ON_THE_WAY, make, mark=not names), *found._called, name)
+                found = found._below(name, make, mark=not names)
             except NotADirectoryError:
                 links += 1
                 if not names or links > _MAX_LINKS:
                     must_be_ours(found.status(name), found.path / name if names else path)
                 names += reversed(Path(found._link(name)).parts)
-        opened = (make or looking) and found._is_opened() and is_made_folder(os.fstat(found.fd))
+        return found
+
+    def _accepted(self, path: Path, make: bool, looking: bool) -> Self:
+        """This folder, open for reading, if `at` may return it for these arguments."""
+        opened = (make or looking) and self._is_opened() and is_made_folder(os.fstat(self.fd))
         if opened and not looking:
-            found._close_to_group()
+            self._close_to_group()
             logger.warning(
                 "kvtier: %s: was made writable by its group, as kubelet does with fsGroup; files that the group "
                 "could have changed are not used; to keep them, set fsGroupChangePolicy: OnRootMismatch "
                 "in the pod's spec",
                 path,
             )
-        if not (opened and looking):
-            must_be_ours(os.fstat(found.fd), path)
-        if make and not os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=found.fd):
+        if not opened:
+            must_be_ours(os.fstat(self.fd), path)
+        if make and not os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=self.fd):
             raise BackendError(f"{path}: this user cannot write here; grant the permission, or choose another folder")
         becomes: _Opened = "is left" if looking else "is closed" if make else "is refused"
-        return cls(os.open(".", _FOLDER, dir_fd=found.fd), path, opened=becomes)
+        return type(self)(os.open(".", _FOLDER, dir_fd=self.fd), path, opened=becomes)
+
+    def _below(self, name: str, make: bool, *, mark: bool) -> Self:
+        return type(self)(self._enter(name, _ON_THE_WAY, make, mark=mark), *self._called, name)
 
     @property
     def path(self) -> Path:
@@ -147,7 +159,7 @@ class Folder:
             fd, self.fd = self.fd, -1
             os.close(fd)
 
-    def inner(self, name: str, *, make: bool = False) -> Folder:
+    def inner(self, name: str, *, make: bool = False) -> Self:
         """The folder of that name in this one. Raises BackendError if others than this user may write to it.
 
         Another user's is none: NotADirectoryError. With ``make`` it is made if missing, and whatever else is there is
@@ -163,13 +175,13 @@ class Folder:
             with self._naming(name), contextlib.suppress(FileNotFoundError):  # others were faster
                 self._put_aside(name)
             fd = self._enter(name, _FOLDER, make, mark=True)
-        inner = Folder(fd, *self._called, name, opened=self._opened)
+        inner = type(self)(fd, *self._called, name, opened=self._opened)
         if os.fstat(fd).st_uid != os.geteuid():
             raise NotADirectoryError(errno.ENOTDIR, "a folder of another user", str(inner.path))
         opened = inner._is_opened()
         if opened and self._opened == "is closed":
             inner._close_to_group()
-        if not (opened and self._opened == "is left"):
+        elif not (opened and self._opened == "is left"):
             must_be_ours(os.fstat(fd), *inner._called)
         return inner
 
@@ -186,7 +198,7 @@ class Folder:
             except FileExistsError:
                 mark = False  # another process was faster
             except PermissionError:
-                raise _not_makeable(self.path / name) from None
+                raise not_makeable(self.path / name) from None
             fd = os.open(name, flags, dir_fd=self.fd)
         if mark:
             with contextlib.suppress(OSError):  # then it is not closed when it was opened
@@ -268,12 +280,18 @@ class Folder:
             return False
         return True
 
+    def remove_empty(self, name: str) -> None:
+        """Remove an empty folder in this one."""
+        os.rmdir(name, dir_fd=self.fd)
+
     def _make_way(self, name: str) -> None:
         """Rename what another user has put there, and remove a marked file that kubelet has opened to a group."""
         with contextlib.suppress(FileNotFoundError):
-            status = self.status(name)
-            if self._opened != "is left" and (status.st_uid != os.geteuid() or self._has_opened(status)):
+            if self._opened != "is left" and self._makes_way(self.status(name)):
                 self.remove(name)
+
+    def _makes_way(self, status: os.stat_result) -> bool:
+        return status.st_uid != os.geteuid() or self._has_opened(status)
 
     def _put_aside(self, name: str) -> None:
         os.rename(name, f"{name}{ASIDE}{secrets.token_hex(4)}", src_dir_fd=self.fd, dst_dir_fd=self.fd)
@@ -366,13 +384,7 @@ def is_made_folder(status: os.stat_result) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and bool(status.st_mode & _MADE_FOLDER)
 
 
-def must_be_makeable(path: Path) -> None:
-    """Raise BackendError if this user cannot make a folder that is missing."""
-    if not os.access(nearest(path), os.W_OK | os.X_OK):
-        raise _not_makeable(path)
-
-
-def _not_makeable(path: Path) -> BackendError:
+def not_makeable(path: Path) -> BackendError:
     return BackendError(f"{path}: user {os.geteuid()} cannot create this folder; {_way_out(path)}")
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from kvtier_core.errors import BackendError
 from kvtier_core.forks import ProcessBound
-from kvtier_core.storekit.folder import Folder, must_be_makeable, nearest
+from kvtier_core.storekit.folder import Folder, nearest
+from kvtier_core.storekit.trial import TrialFolder
 
 _LOCK = ".kvtier-lock"
 
@@ -46,9 +47,20 @@ class FolderLock:
     A file in it is locked, which only this user can open: whoever may read the folder could lock the folder itself.
     """
 
-    def __init__(self, path: Path, check: Callable[[Folder], None] = lambda folder: None, *, looking: bool = False):
-        """``check`` raises BackendError for a folder that must not be used. ``looking``: see `Folder.at`."""
+    def __init__(
+        self,
+        path: Path,
+        check: Callable[[Folder], None] = lambda folder: None,
+        *,
+        looking: bool = False,
+        trial: bool = False,
+    ):
+        """``check`` raises BackendError for a folder that must not be used.
+
+        ``looking``: see `Folder.at`; in a ``trial`` it is a `TrialFolder`.
+        """
         self.path = path
+        self._kind = TrialFolder if trial else Folder
         self._looking = looking
         self._check = check
         self._locked: _Locked | None = None
@@ -56,20 +68,16 @@ class FolderLock:
 
     def take(self) -> Folder:
         """Make the folder if it is missing, lock it, and return it."""
-        held = self._lock(Folder.at(self.path, make=True, looking=self._looking), looking=self._looking)
+        held = self._lock(self._kind.at(self.path, make=True, looking=self._looking), looking=self._looking)
         self.release()
         self._locked = held
         return held.folder
 
     def try_out(self) -> None:
         """Raise the errors that `take` would, and make nothing."""
-        try:
-            folder = Folder.at(self.path, looking=True)
-        except FileNotFoundError:
-            must_be_makeable(self.path)
-        else:
-            held = self._lock(folder, looking=True)
-            held.lock.release()
+        lock = FolderLock(self.path, self._check, trial=True)
+        lock.take()
+        lock.release()
 
     def _lock(self, folder: Folder, flags: int = 0, *, looking: bool = False) -> _Locked:
         self._check(folder)
@@ -107,7 +115,7 @@ class FolderLock:
             why = f"{self.path}: not on the file system that was opened; is it mounted?"
             raise BackendError(why) from None
         if os.path.samestat(status, os.fstat(held.folder.fd)):
-            if not self._looking and _is_lost(held.file):
+            if not self._looking and self._kind is Folder and _is_lost(held.file):
                 self._lock_again()
             return held.folder
         if not stat.S_ISDIR(status.st_mode):

@@ -16,9 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier_core.forks import ProcessBound
+from kvtier_core.storekit.trial import add_socket
 
 #: The last character of a socket's name until it listens: a longer name could be too long.
 _NEW = "~"
+#: Bytes that no path of a socket has.
+_LONGEST = 108
 _CREDENTIALS = struct.Struct("iII")
 #: The users of a user namespace that has all of them.
 _EVERY_USER = (1 << 32) - 1
@@ -36,19 +39,22 @@ class _Listener(ProcessBound, socket.socket):
         super().close()
 
 
-def listen(path: Path, backlog: int) -> socket.socket:
+def listen(path: Path, backlog: int, *, trial: bool = False) -> socket.socket:
     """A socket that listens at ``path``. Raises OSError if a process listens there, or a file of another kind is there.
 
-    No process can connect before only the owner has access.
+    No process can connect before only the owner has access. In a ``trial`` none can at all, and nothing is at ``path``.
     """
     listener = _Listener(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _alone(path):
-            if _is_abandoned(path):
-                path.unlink()
-            elif os.path.lexists(path):
+        with contextlib.nullcontext() if trial else _alone(path):
+            abandoned = _is_abandoned(path)
+            if os.path.lexists(path) and not abandoned:
                 why = f"another process serves {path}" if path.is_socket() else os.strerror(errno.EADDRINUSE)
                 raise OSError(errno.EADDRINUSE, why)
+            if trial:
+                _listen_nowhere(listener, path, backlog)
+                return listener
+            path.unlink(missing_ok=True)
             _listen_under_another_name(listener, path, backlog)
             listener.path, listener.inode = path, path.lstat().st_ino
     except BaseException:
@@ -91,6 +97,15 @@ def _listen_under_another_name(listener: socket.socket, path: Path, backlog: int
     listener.bind(str(unready))
     listener.listen(backlog)
     unready.rename(path)
+
+
+def _listen_nowhere(listener: socket.socket, path: Path, backlog: int) -> None:
+    """At an address that the kernel chooses. Raises the OSError of a path that cannot be."""
+    if len(os.fsencode(path)) >= _LONGEST:
+        raise OSError("AF_UNIX path too long")
+    add_socket(path)
+    listener.bind("")
+    listener.listen(backlog)
 
 
 def sweep(folder: Path, pattern: str) -> None:

@@ -11,34 +11,38 @@ from pathlib import Path
 
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.folder import Folder, is_ours
+from kvtier_core.storekit.trial import TrialFolder
 
 #: Bytes of randomness in a secret.
 _SECRET_NBYTES = 32
 
 
-def runtime_folder() -> Path:
-    """The folder in which this user's processes exchange files.
+def runtime_folder(*, trial: bool = False) -> Path:
+    """The folder in which this user's processes exchange files. In a ``trial`` it is not made.
 
     It is in XDG_RUNTIME_DIR; without one in the folder for temporary files, or in this user's cache folder if another
     user has taken its name. Raises OSError if no folder belongs to this user alone.
     """
-    folders = runtime_folders()
+    folders = _runtime_folders()
     for folder in folders:
         with contextlib.suppress(OSError, BackendError):
-            Folder.at(folder, make=True)
+            _kind(trial).at(folder, make=True)
             return folder
     why = "cannot be created, or is not private to this user"
     way_out = "set XDG_RUNTIME_DIR, for the engine and for kvtier's commands, to a folder of this user with mode 0700"
     raise PermissionError(f"{' and '.join(map(str, folders))}: {why}; {way_out}")
 
 
-def runtime_folders() -> list[Path]:
-    """The folders that `runtime_folder` may return; one is made if none exists."""
+def _runtime_folders() -> list[Path]:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and is_ours(Path(runtime)):
         return [Path(runtime) / "kvtier"]
     cached = cache_folder("run")
     return [Path(tempfile.gettempdir()) / f"kvtier-{os.geteuid()}", *([cached] if cached else [])]
+
+
+def _kind(trial: bool) -> type[Folder]:
+    return TrialFolder if trial else Folder
 
 
 def cache_folder(name: str) -> Path | None:
@@ -53,14 +57,13 @@ def user_secret(name: str, *, make: bool = True) -> str:
     It is a file in `runtime_folder`, which the first of them makes: whoever knows the secret can read files of this
     user. Without ``make``, and if there is no file, a secret that is not shared. Raises OSError and BackendError.
     """
-    folder = Folder.at(runtime_folder())
-    if not (make or (folder.path / f"{name}.secret").exists()):
-        return secrets.token_urlsafe(_SECRET_NBYTES)
-    with open(folder.open(f"{name}.secret", os.O_RDWR | os.O_CREAT), "r+", encoding="ascii") as file:
+    folder = _kind(not make).at(runtime_folder(trial=not make), make=True)
+    with open(folder.open(f"{name}.secret", os.O_RDWR | os.O_CREAT), "r+" if make else "r", encoding="ascii") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         secret = file.read()
         if not secret:
             secret = secrets.token_urlsafe(_SECRET_NBYTES)
-            file.write(secret)
-            file.flush()
+            if make:
+                file.write(secret)
+                file.flush()
     return secret

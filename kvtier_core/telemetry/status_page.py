@@ -39,12 +39,13 @@ _PREFIXES = ("", "cmpl-", "chatcmpl-")
 _numbers = itertools.count(1)
 
 
-def socket_path(setting: str) -> Path:
-    """The path of this engine's socket. Raises OSError if there is no folder for it."""
+def socket_path(setting: str, *, trial: bool = False) -> Path:
+    """The path of this engine's socket. Raises OSError if there is no folder for it. A ``trial`` changes nothing."""
     if setting != "auto":
         return Path(setting).expanduser()
-    folder = runtime_folder()
-    sweep(folder, PATTERN)
+    folder = runtime_folder(trial=trial)
+    if not trial:
+        sweep(folder, PATTERN)
     return folder / f"status-{os.getpid()}-{next(_numbers)}.sock"
 
 
@@ -87,13 +88,16 @@ class StatusPage:
         self._snapshot: Mapping[str, Any] = {}
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=_REMEMBERED)
 
-    def open(self, setting: str, about: Mapping[str, Any]) -> None:
-        """Open the socket that the configuration's ``status`` names. ``about`` is part of every snapshot."""
+    def open(self, setting: str, about: Mapping[str, Any], *, trial: bool = False) -> None:
+        """Open the socket that the configuration's ``status`` names. ``about`` is part of every snapshot.
+
+        In a ``trial`` nobody can connect to it.
+        """
         if setting == "off":
             return
         self._about = {"pid": os.getpid(), **about}
         self._publish()
-        opened = run(lambda: Server(socket_path(setting), self._answer))
+        opened = run(lambda: Server(socket_path(setting, trial=trial), self._answer, trial=trial))
         if opened.error is not None:
             logger.warning(
                 "kvtier: status: %s: cannot open a socket, so kvtier status cannot find this engine: %s; set another "

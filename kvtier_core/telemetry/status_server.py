@@ -40,13 +40,16 @@ class Server(ProcessBound):
     the owner can answer, which then calls `take` and `reply`.
     """
 
-    def __init__(self, path: Path, answer: Callable[[Answer], Answer | None]):
-        """Raises OSError if there is a file, or another engine that answers, or no permission to make a socket."""
+    def __init__(self, path: Path, answer: Callable[[Answer], Answer | None], *, trial: bool = False):
+        """Raises OSError if there is a file, or another engine that answers, or no permission to make a socket.
+
+        ``trial``: see `owner_socket.listen`.
+        """
         self.path = path
         self._answer = answer
         self._asked: deque[tuple[socket.socket, Answer]] = deque()
         self._closing = threading.Event()
-        self._listener = owner_socket.listen(path, _MOST_WAITING)
+        self._listener = owner_socket.listen(path, _MOST_WAITING, trial=trial)
         self._client = self._listener  # the one that is served now
         self._thread = run_aside(self._serve, "status")
 

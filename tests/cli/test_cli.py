@@ -237,7 +237,7 @@ def test_check_tells_what_cannot_be_opened(folder, capsys):
     assert main(["check", "kvtier.yaml", "--open", "--elsewhere"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "assuming 128KiB of KV per token, as in Llama 3.1 8B; pass --model FOLDER for another model",
-        "kvtier.yaml:4: $.tiers[1]: file: not a folder; name one",
+        "kvtier.yaml:4: $.tiers[1]: file is not a folder; name one",
     ]
 
 
@@ -245,9 +245,9 @@ def test_check_says_which_tier_an_engine_would_start_without(folder, capsys):
     (folder / "file").write_text("")
     disk = "{type: disk, capacity: 1GiB, path: file, required: false}"
     (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: heap, capacity: 64MiB}}\n  - {disk}\n")
-    problem = "kvtier.yaml:4: $.tiers[1]: file: not a folder; name one"
+    problem = "disk: not opened, and not required: kvtier.yaml:4: $.tiers[1]: file is not a folder; name one"
     assert main(["check", "kvtier.yaml", "--open"]) == 0
-    assert f"{problem}; an engine starts without it" in capsys.readouterr().err.splitlines()
+    assert f"{problem}; an engine starts anyway" in capsys.readouterr().err.splitlines()
     assert main(["check", "kvtier.yaml", "--open", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["without"], list(told["opened"])) == ([problem], ["heap"])

@@ -15,17 +15,38 @@ AGREES = "tests/engine/test_check_agrees.py::test_check_agrees_with_the_start_of
 MUTANTS = (
     Mutant(
         "a-check-changes-files",
-        "kvtier_core/cli/check.py",
-        "range(len(config.tiers)), without, checking=True)",
-        "range(len(config.tiers)), without)",
+        "kvtier_core/engine/start/startup.py",
+        "checking=self.checking,",
+        "",
         AGREES + "[a slab that becomes smaller]",
     ),
     Mutant(
         "a-check-opens-no-observers",
-        "kvtier_core/cli/check.py",
-        "recorder, observers = open_beside(config, ctx)",
-        "recorder, observers = None, []",
+        "kvtier_core/engine/start/startup.py",
+        "Observers(open_observers(config, context))",
+        "Observers()",
         AGREES + "[two metrics at one port]",
+    ),
+    Mutant(
+        "a-check-takes-every-file-for-new",
+        "kvtier_core/storekit/trial.py",
+        "is_new = bool(flags & os.O_EXCL) or",
+        "is_new = True or",
+        AGREES + "[a slab that everybody reads]",
+    ),
+    Mutant(
+        "each-slab-has-the-disk-to-itself",
+        "plugins/kvtier_gds/kvtier_gds/slab.py",
+        "- trial.taken[status.st_dev]",
+        "",
+        "tests/engine/test_check_agrees.py::test_check_agrees_on_slabs_that_share_a_disk",
+    ),
+    Mutant(
+        "a-check-leaves-its-namespace-in-a-store",
+        "kvtier_core/config/open.py",
+        "store = Untouched(store)",
+        "pass",
+        "plugins/kvtier_redis/tests/test_redis_fsck.py::test_opening_and_measuring_leave_nothing",
     ),
     Mutant(
         "a-check-replaces-kept-memory",
@@ -113,9 +134,9 @@ MUTANTS = (
     ),
     Mutant(
         "events-for-everyone",
-        "plugins/kvtier_observers/kvtier_observers/jsonl.py",
-        "name, flags, 0o600)",
-        "name, flags, 0o644)",
+        "kvtier_core/storekit/trial.py",
+        "os.O_EXCL | os.O_CLOEXEC, 0o600)",
+        "os.O_EXCL | os.O_CLOEXEC, 0o644)",
         "plugins/kvtier_observers/tests/test_observers.py::test_a_file_of_events_is_its_owners_alone",
     ),
     Mutant(

@@ -601,9 +601,9 @@ MUTANTS = (
     ),
     Mutant(
         "recordings-for-everyone",
-        RECORDER,
-        "0o600",
-        "0o644",
+        "kvtier_core/storekit/trial.py",
+        "os.O_EXCL | os.O_CLOEXEC, 0o600)",
+        "os.O_EXCL | os.O_CLOEXEC, 0o644)",
         "tests/engine/test_recorder.py::test_a_recording_is_readable_by_its_user_alone",
     ),
     Mutant(

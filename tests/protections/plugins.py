@@ -363,8 +363,8 @@ MUTANTS = (
     Mutant(
         "opened-frames-of-a-shared-folder-take-room",
         DISK + "/shared_folder.py",
-        "            folder.clear_opened()\n",
-        "            pass\n",
+        "        folder.clear_opened()\n",
+        "",
         OPENED_DISKS + "test_capacity_holds_over_passes_and_models[shared]",
     ),
     Mutant(

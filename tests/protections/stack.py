@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "empty-folders-stay",
         "plugins/kvtier_disk/kvtier_disk/frames.py",
-        "                os.rmdir(self.folders[-1], dir_fd=above.fd)\n",
+        "                above.remove_empty(self.folders[-1])\n",
         "                pass\n",
         "plugins/kvtier_disk/tests/test_disk.py::test_a_folder_of_frames_leaves_with_the_last_of_them",
     ),

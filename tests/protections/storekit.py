@@ -137,15 +137,15 @@ MUTANTS = (
     Mutant(
         "what-a-group-may-have-changed-stops-a-start",
         STOREKIT + "/folder.py",
-        "!= os.geteuid() or self._has_opened(status)):",
-        "!= os.geteuid()):",
+        "!= os.geteuid() or self._has_opened(status)",
+        "!= os.geteuid()",
         VOLUMES + "test_frames_that_kubelet_opened_to_a_group_are_not_used_and_the_tiers_start_all_the_same",
     ),
     Mutant(
         "another-users-file-stops-a-tier",
         STOREKIT + "/folder.py",
-        "(status.st_uid != os.geteuid() or self._has_opened(status))",
-        "self._has_opened(status)",
+        "return status.st_uid != os.geteuid() or self._has_opened(status)",
+        "return self._has_opened(status)",
         DISK_SECURITY + "test_what_another_user_left_in_the_folder_stops_nothing_and_stays",
     ),
     Mutant(
@@ -165,7 +165,7 @@ MUTANTS = (
     Mutant(
         "an-opened-lock-is-trusted",
         STOREKIT + "/folder_lock.py",
-        "if not self._looking and _is_lost(held.file):",
+        "if not self._looking and self._kind is Folder and _is_lost(held.file):",
         "if False:",
         "tests/storekit/test_folder_lock.py",
     ),
@@ -229,8 +229,8 @@ MUTANTS = (
     Mutant(
         "any-opened-folder-is-closed",
         STOREKIT + "/folder.py",
-        "and found._is_opened() and is_made_folder(os.fstat(found.fd))",
-        "and found._is_opened()",
+        "and self._is_opened() and is_made_folder(os.fstat(self.fd))",
+        "and self._is_opened()",
         "tests/storekit/test_folder.py::test_only_a_folder_that_kvtier_made_is_closed_and_only_when_it_is_opened",
     ),
     Mutant(

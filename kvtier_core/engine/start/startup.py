@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -13,12 +14,12 @@ from kvtier_core.config.model import StackConfig
 from kvtier_core.config.open import Runtime, open_observers, open_stack, packs
 from kvtier_core.config.server_client import server_client, server_path
 from kvtier_core.config.versions import own_version
+from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.engine.messages import Refusal, WorkerReport
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.start.ranks import Ranks
-from kvtier_core.errors import ConfigError
-from kvtier_core.interfaces import Observer, OpenContext
+from kvtier_core.interfaces import OpenContext
 from kvtier_core.stack.interface import Stack
 from kvtier_core.telemetry.observer_feed import Observers
 from kvtier_core.types import Namespace, Nbytes
@@ -50,6 +51,8 @@ class Engine:
     loads: bool = True  #: may it load?
     stores: bool = True  #: may it store?
     recomputes: bool = True  #: does it compute what could not be loaded? Otherwise the request fails.
+    #: Is it only a check whether an engine would start? Then nothing changes, and what `open` returns is only closed.
+    checking: bool = False
 
     def open(self, config: StackConfig, reports: Sequence[WorkerReport]) -> SchedulerSide | Refusal:
         """Open the stack for an engine whose workers sent these reports.
@@ -74,6 +77,7 @@ class Engine:
             replica=self.replica,
             replicas=self.replicas,
             numa_nodes=ranks.numa_nodes(chunk),
+            checking=self.checking,
         )
         device = reports[0].device
         return self._open(sized, context, identity.before_start, device, asked=config.chunk_tokens)
@@ -81,16 +85,20 @@ class Engine:
     def _open(
         self, config: StackConfig, context: OpenContext, before_start: Namespace, device: str, *, asked: int | str
     ) -> SchedulerSide:
-        """Open the stack; ``asked`` is ``chunk_tokens`` as it was configured."""
-        recorder, observed = open_beside(config, context)
-        observers = Observers(observed)
-        try:
-            stack = self._open_stack(config, context, device)
-        except ConfigError:
-            observers.close()
-            if recorder:
-                recorder.close()
-            raise
+        """Open the stack, and all else; ``asked`` is ``chunk_tokens`` as it was configured."""
+        collector = ProblemCollector()
+        with contextlib.ExitStack() as undoing:
+            with collector:  # first: others may have their files in the folder of a tier
+                stack = self._open_stack(config, context, device)
+                undoing.callback(stack.close)
+            with collector:
+                observers = Observers(open_observers(config, context))
+                undoing.callback(observers.close)
+            with collector:
+                recorder = Recorder(config, self.replicas, trial=self.checking) if config.record else None
+                undoing.callback(recorder.close if recorder else lambda: None)
+            collector.raise_if_any()
+            undoing.pop_all()
         self._log_stack(stack, config, context, before_start, asked)
         if cold := stack.why_cold():
             logger.info("kvtier: cold because %s", cold)
@@ -108,7 +116,8 @@ class Engine:
         for line in side.describe():
             logger.info("kvtier: %s", line)
         about = {"engine": self.name, "model": self.model, "replica": self.replica}
-        side.status.open(config.status, {**about, "identity": context.namespace.digest.hex(), "cold": cold})
+        about |= {"identity": context.namespace.digest.hex(), "cold": cold}
+        side.status.open(config.status, about, trial=self.checking)
         return side
 
     def _open_stack(self, config: StackConfig, context: OpenContext, device: str) -> Stack:
@@ -153,16 +162,6 @@ class Engine:
         logger.debug("kvtier: identity in full: %s; before the start: %s", digest, before_start.digest.hex())
         for fact in context.namespace.facts:
             logger.debug("kvtier: identity: %s: %s", *fact)
-
-
-def open_beside(config: StackConfig, context: OpenContext) -> tuple[Recorder | None, list[tuple[str, Observer]]]:
-    """Open what an engine has beside its stack: a recorder and observers. Raises ConfigError; then none stays open."""
-    observers = open_observers(config, context)
-    try:
-        return Recorder(config, context.replicas) if config.record else None, observers
-    except ConfigError:
-        Observers(observers).close()
-        raise
 
 
 def _missing_mover(config: StackConfig, device: str) -> str:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.folder import Folder, is_made, nearest, why_no_file
+from kvtier_core.storekit.trial import TrialFolder
 from kvtier_core.types import size
 from kvtier_cpu.memory_limit import must_be_available
 from kvtier_cpu.placement import Placement, whole_pages
@@ -123,6 +124,8 @@ def _make(
         kept = _Kept(keep, placement) if keep is not None else None
         if pages != "hugetlb":
             must_be_available(placement.nbytes - (kept.nbytes if kept else 0))
+        if kept and checking:
+            kept.try_out()
         file = io.FileIO(_unnamed(pages) if kept is None or checking else kept.open(undo), "r+")
         undo.callback(file.close)
         page_nbytes = os.fstat(file.fileno()).st_blksize
@@ -176,6 +179,13 @@ class _Kept:
                 f"cpu: capacity needs {size(placement.nbytes)} in {keep}, but {size(room)} is available; lower the "
                 "capacity, or enlarge the tmpfs (mount -o remount,size=…)"
             )
+
+    def try_out(self) -> None:
+        """Raise the errors that `open` would, and make nothing."""
+        folder = TrialFolder.at(self._path, make=True)
+        if not self._fits:
+            folder.remove_made(_NAME)
+        os.close(folder.open(_NAME, os.O_RDWR | os.O_CREAT | (0 if self._fits else os.O_EXCL)))
 
     def open(self, undo: contextlib.ExitStack) -> int:
         """A file of another length is replaced: processes may still map it. ``undo`` removes a new file.

@@ -37,15 +37,16 @@ class DiskBackend(FolderBackend):
     remains = "its files are removed; the file system may keep their blocks until it uses them again"
 
     def __init__(self, path: Path, ctx: OpenContext, *, direct: str, io: str, min_free: int, quarantine: int):
-        lock = FolderLock(path, must_not_be_shared, looking=ctx.checking)
+        lock = FolderLock(path, must_not_be_shared, trial=ctx.checking)
         super().__init__(path, lock, ctx, direct=direct, io=io, min_free=min_free)
         self._quarantine_nbytes = quarantine
         self._capacity: int = ctx.capacity
         with backend_errors(path):
             root = lock.take()
             try:
-                make_namespace_folder(root, ctx.namespace)
-                others = [] if ctx.checking else _sweep(root, self._name, self._fits)
+                if not (ctx.checking and namespace_folders(root)):  # an engine's may be one of these
+                    make_namespace_folder(root, ctx.namespace)
+                others = _sweep(root, self._name, self._fits)
                 used = sum(found.nbytes for found in [*others, *self._frames(root)])
                 #: Files that anything else removes count as used until the folder is opened again.
                 self.space = SpaceAccount(

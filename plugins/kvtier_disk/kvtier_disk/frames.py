@@ -67,7 +67,7 @@ class Place:
             return False
         if self.folders:
             with contextlib.suppress(OSError, BackendError):  # others are in it
-                os.rmdir(self.folders[-1], dir_fd=above.fd)
+                above.remove_empty(self.folders[-1])
         return removed
 
 
@@ -178,8 +178,8 @@ def remove_if_empty(root: Folder, namespace_folder: str) -> None:
     """Remove a namespace folder without frames. Raises OSError at the first folder in it that is not empty."""
     folder = root.inner(namespace_folder)
     for shard in folder.entries():
-        os.rmdir(shard.name, dir_fd=folder.fd)
-    os.rmdir(namespace_folder, dir_fd=root.fd)
+        folder.remove_empty(shard.name)
+    root.remove_empty(namespace_folder)
 
 
 def _frame(place: Place, entry: os.DirEntry[str]) -> Found | None:

@@ -17,7 +17,7 @@ from kvtier_core.storekit.shared_space import SharedSpace
 from kvtier_core.types import ChunkKey
 from kvtier_disk.files import Access, publish
 from kvtier_disk.folder_backend import FolderBackend
-from kvtier_disk.frames import Place
+from kvtier_disk.frames import Place, namespace_folders
 from kvtier_disk.namespaces import make_namespace_folder
 from kvtier_disk.shared_account import MOST_LISTED, FolderAccount
 from kvtier_disk.shared_folder import SharedFolder
@@ -35,12 +35,13 @@ class SharedDiskBackend(FolderBackend):
     space: SharedSpace | None
 
     def __init__(self, path: Path, ctx: OpenContext, *, direct: str, io: str, min_free: int):
-        folder = SharedFolder(path, looking=ctx.checking)
+        folder = SharedFolder(path, trial=ctx.checking)
         super().__init__(path, folder, ctx, direct=direct, io=io, min_free=min_free)
         with backend_errors(path):
             root = folder.take()
             self._access = Access(*effective_access(path, root, direct=direct, io=io), writer=_this_writer())
-            make_namespace_folder(root, ctx.namespace, self._access.writer)
+            if not (ctx.checking and namespace_folders(root)):  # an engine's may be one of these
+                make_namespace_folder(root, ctx.namespace, self._access.writer)
         self.space = None
         if ctx.capacity:
             account = FolderAccount(path, folder.folder_again, longest=ctx.capacity, timeout=ctx.timeout)

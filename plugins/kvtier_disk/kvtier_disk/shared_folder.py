@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.folder import Folder, NotOurs, nearest
+from kvtier_core.storekit.trial import TrialFolder
 
 #: The file that marks the folder as shared; it also holds the account of a capacity.
 SHARED = ".kvtier-shared"
@@ -36,18 +37,17 @@ class SharedFolder:
     makes NFS ask its server whether the folder has changed.
     """
 
-    def __init__(self, path: Path, *, looking: bool = False):
-        """``looking``: see `Folder.at`."""
+    def __init__(self, path: Path, *, trial: bool = False):
+        """In a ``trial`` it is a `TrialFolder`."""
         self.path = path
-        self._looking = looking
+        self._kind = TrialFolder if trial else Folder
         self._known: os.stat_result | None = None
 
     def take(self) -> Folder:
         """Make the folder if it is missing, mark it as shared, and return it. What kubelet has opened is removed."""
-        folder = Folder.at(self.path, make=True, looking=self._looking)
+        folder = self._kind.at(self.path, make=True)
         self._know(folder)
-        if not self._looking:
-            folder.clear_opened()
+        folder.clear_opened()
         return folder
 
     def release(self) -> None:
@@ -62,7 +62,7 @@ class SharedFolder:
         """
         known = self._must_be_known()
         try:
-            folder = Folder.at(self.path, looking=self._looking)
+            folder = self._kind.at(self.path)
         except FileNotFoundError:
             if nearest(self.path).stat().st_dev != known.st_dev:
                 raise self._unmounted() from None

@@ -54,7 +54,7 @@ def everything_shared_in(path: Path) -> Iterator[Stored]:
 
 
 def _must_exist(path: Path) -> None:
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise BackendError(f"{path}: no such folder; is it mounted?")
 
 

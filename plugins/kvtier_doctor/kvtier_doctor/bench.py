@@ -23,6 +23,7 @@ from kvtier_core.layouts import ChunkLayout
 from kvtier_core.storekit.files import read_files, ring_works, write_files
 from kvtier_core.storekit.folder import folders
 from kvtier_doctor.measure import Frames, aligned, copied, median
+from kvtier_doctor.stores import opened
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     numbers = [i for i, tier in stores if isinstance(tier, StoreTierConfig) and not tier.config.of_peers]
     if not numbers:
         raise BackendError(f"{options.file}: no tier below its arenas to measure")
-    config, layout = tiers.sized(config, tiers.kv_of_token(options.model, output))
+    config, layout = tiers.sized(config, tiers.kv_of(options.model, output))
     nbytes = options.frames * layout.frame_nbytes
     memcpy = Figure.of("memcpy", nbytes, options.rounds, copied(nbytes))
     rows = [_row("memory", memcpy, memcpy, None)]
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 def _of_tier(
     config: StackConfig, number: int, layout: ChunkLayout, options: argparse.Namespace, memcpy: Figure
 ) -> Iterator[dict[str, Any]]:
-    with tiers.opened(config, layout, [number]) as (tier,), Frames(tier, layout, options.frames) as frames:
+    with opened(config, layout, number) as tier, Frames(tier, layout, options.frames) as frames:
         raw = _raw_figures(tier, frames.nbytes, options.rounds)
         yield from (_row(tier.tier.name, figure, memcpy, None) for figure in raw.values())
         write = Figure.of("write", frames.nbytes, options.rounds, frames.write, frames.rename)

@@ -18,13 +18,14 @@ from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConf
 from kvtier_core.config.open import OpenedTier
 from kvtier_core.errors import ConfigError, KvtierError
 from kvtier_core.interfaces import AllocatorBackend, SupportsTrial
-from kvtier_core.layouts import ChunkLayout
+from kvtier_core.layouts import ChunkLayout, KVGroup
 from kvtier_core.storekit.folder import folders, nearest
 from kvtier_core.transfer.cuda.host_registration import page_tables
 from kvtier_core.types import Nbytes, size
 from kvtier_core.work.io_pool import run_within
 from kvtier_doctor import machine
 from kvtier_doctor.measure import Frames, median, seconds
+from kvtier_doctor.stores import opened
 
 #: Frames that are written and read, and rounds of each measurement.
 _FRAMES, _ROUNDS = 16, 3
@@ -75,13 +76,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
         output.value = {"verdict": f"the server at {config.server} answers; ask the doctor about its own file"}
         output.say(output.paint(output.value["verdict"], "good"))
         return FINE
-    token = tiers.kv_of_token(options.model, output)
-    config, layout = tiers.sized(config, token)
+    group = tiers.kv_of(options.model, output)
+    config, layout = tiers.sized(config, group)
     facts = list(machine.facts())
-    engine = _Engine(options.prefill, token)
+    engine = _Engine(options.prefill, tiers.of_token(group))
     found = [_diagnose(config, number, layout, engine) for number in range(len(config.tiers))]
     if all(each.opens for each in found):
-        found = _together(config, layout, found)
+        found = _together(config, group, found)
     output.say(*table(("machine", ""), [(fact.name, fact.value) for fact in facts], left=2), "")
     output.say(*table(("tier", "state", "answers", "writes", "reads", "verifies", "free"), _rows(found), left=2))
     output.say(*(f"{each.tier}: {line}" for each in found for line in (*each.settings, *each.folders)), "")
@@ -138,14 +139,12 @@ class _Engine:
         return self.prefill * self.token
 
 
-def _together(config: StackConfig, layout: ChunkLayout, found: list[Diagnosis]) -> list[Diagnosis]:
+def _together(config: StackConfig, group: KVGroup, found: list[Diagnosis]) -> list[Diagnosis]:
     """Open all tiers together, as an engine does: two of them may want the same folder."""
-
-    def opened() -> None:
-        with tiers.opened(_small(config), layout, range(len(config.tiers)), checking=True):
-            pass
-
-    error = run_within(opened, _PATIENCE * 5.0)
+    small = _small(config).tiers
+    required = tuple(attrs.evolve(tier, required=True) if isinstance(tier, StoreTierConfig) else tier for tier in small)
+    config = attrs.evolve(config, tiers=required, status="off", observers=(), record=None)
+    error = run_within(lambda: tiers.started(config, group).close(), _PATIENCE * 5.0)
     problems = error.error.problems if error and isinstance(error.error, ConfigError) else ()
     troubles = {problem.path: str(problem) for problem in problems}
     return [
@@ -178,7 +177,7 @@ def _diagnose(config: StackConfig, number: int, layout: ChunkLayout, engine: _En
 
 
 def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
-    with tiers.opened(config, layout, [number]) as (tier,):
+    with opened(config, layout, number) as tier:
         if isinstance(tier.tier, StoreTierConfig) and tier.tier.config.of_peers:
             return _tried_peers(tier)
         settings = _settings(tier)

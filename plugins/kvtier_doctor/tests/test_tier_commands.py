@@ -110,7 +110,7 @@ def test_the_doctor_tells_of_two_tiers_in_one_folder(folder, capsys):
     assert main(["doctor", "kvtier.yaml", "--json"]) == PROBLEMS
     told = json.loads(capsys.readouterr().out)
     assert [each["opens"] for each in told["tiers"]] == [True, True, False]
-    assert "keeps its frames here" in told["tiers"][2]["trouble"]
+    assert "is also the folder of $.tiers[1]" in told["tiers"][2]["trouble"]
     assert told["verdict"] == "1 of 3 tiers cannot be opened: an engine does not start with this file"
     assert main(["check", "kvtier.yaml", "--open"]) == PROBLEMS
     assert tree(folder) == before

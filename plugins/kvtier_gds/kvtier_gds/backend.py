@@ -54,7 +54,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
                     self._slabs.append(Slab(path, nbytes, frame_nbytes, direct=direct, io=io, checking=ctx.checking))
             with backend_errors(Path(self._paths)):
                 self._recover(ctx.max_frame_nbytes or sys.maxsize)
-                for slab in self._slabs if not ctx.checking else ():
+                for slab in self._slabs:
                     _keep_facts(slab.folder, self._namespace, {digest for digest, _ in self._others})
             undoing.pop_all()
         self._direct = any(slab.direct for slab in self._slabs)

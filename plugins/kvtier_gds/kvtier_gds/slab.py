@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import logging
 import os
-import secrets
 from pathlib import Path
 from typing import NamedTuple, Self, cast
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.disk_access import FULL, PROBE, effective_access, new_file, remove_probes
+from kvtier_core.storekit import trial
+from kvtier_core.storekit.disk_access import FULL, effective_access, remove_probes
 from kvtier_core.storekit.files import bounce, write_files
 from kvtier_core.storekit.folder import Folder, NoFile, why_no_file
 from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.transfer.own_shard import FrameRange
-from kvtier_core.types import FRAME_ALIGNMENT, size
+from kvtier_core.types import size
 from kvtier_gds.extents import Extents
 from kvtier_gds.table import RECORD_NBYTES, Record, Table, without_overlaps
 
@@ -62,30 +63,29 @@ class Slab:
     def __init__(self, path: Path, nbytes: int, frame_nbytes: int, *, direct: str, io: str, checking: bool = False):
         """Make or open the slab in this folder, with room for ``nbytes``, in frames of mostly ``frame_nbytes``.
 
-        Frames beyond that room are dropped. With ``checking`` the files have no names, and nothing is allocated. Also
-        raises BackendError.
+        Frames beyond that room are dropped. With ``checking`` nothing changes, and nothing is allocated. Also raises
+        BackendError.
         """
         self.path = path
-        self._lock = FolderLock(path, looking=checking)
+        self._checking = checking
+        self._lock = FolderLock(path, trial=checking)
         self._opened = ""  # why the file is not used any more
         with contextlib.ExitStack() as undoing:
             undoing.callback(self._lock.release)
             self.folder: Folder = self._lock.take()
-            if not checking:
-                remove_probes(self.folder)
+            remove_probes(self.folder)
             self.direct, self.ring = effective_access(path, self.folder, direct=direct, io=io)
-            opens, flags = (_nameless, os.O_RDWR) if checking else (Folder.open, os.O_RDWR | os.O_CREAT)
-            self.fd = opens(self.folder, FRAMES, flags | (os.O_DIRECT if self.direct else 0))
+            flags = os.O_RDWR | os.O_CREAT
+            self.fd = self.folder.open(FRAMES, flags | (os.O_DIRECT if self.direct else 0))
             undoing.callback(os.close, self.fd)
-            self._table_fd = opens(self.folder, TABLE, flags)
+            self._table_fd = self.folder.open(TABLE, flags)
             undoing.callback(os.close, self._table_fd)
             self._table = Table(self._table_fd)
             self._found = self._recover(nbytes)
-            self.preallocated = self._resize(self.fd, FRAME_ALIGNMENT if checking else nbytes)
-            if checking and self.preallocated:
-                self._must_have_room(nbytes)
+            resize = functools.partial(self._would_resize, undoing) if checking else self._resize
+            self.preallocated = resize(self.fd, nbytes)
             self._entries = max(self._found, default=-1) + 1  # the first that was never used
-            self._resize(self._table_fd, RECORD_NBYTES * max(nbytes // frame_nbytes, self._entries))
+            resize(self._table_fd, RECORD_NBYTES * max(nbytes // frame_nbytes, self._entries))
             self._closing = undoing.pop_all()
         self._extents = Extents(nbytes, sorted((record.at, record.nbytes) for record in self._found.values()))
         self._free_entries = [entry for entry in reversed(range(self._entries)) if entry not in self._found]
@@ -165,7 +165,7 @@ class Slab:
         """The frames that are here. Other records in the table are cleared before their places are used."""
         found = self._table.records()
         kept = without_overlaps(found.items(), min(nbytes, os.fstat(self.fd).st_size))
-        for entry in found.keys() - kept.keys():
+        for entry in found.keys() - kept.keys() if not self._checking else ():
             self._table.clear(entry)
         return kept
 
@@ -185,12 +185,23 @@ class Slab:
                 raise
             raise self._too_large(nbytes, str(error.strerror)) from error
 
-    def _must_have_room(self, nbytes: int) -> None:
-        system, held = os.fstatvfs(self.folder.fd), 0
-        with contextlib.suppress(FileNotFoundError):
-            held = 512 * self.folder.status(FRAMES).st_blocks
-        if nbytes > (room := system.f_bavail * system.f_frsize + held):
+    def _would_resize(self, undoing: contextlib.ExitStack, fd: int, nbytes: int) -> bool:
+        """The result of `_resize`, which another slab that is open for a check may leave no room. Changes nothing."""
+        status, system = os.fstat(fd), os.fstatvfs(fd)
+        needed = -(-nbytes // system.f_frsize) * system.f_frsize - 512 * status.st_blocks
+        if needed > 0:
+            new = trial.nameless(".", os.O_RDWR, dir_fd=self.folder.fd)
+            try:
+                if not _allocated(new, 1):
+                    return False
+            finally:
+                os.close(new)
+        room = system.f_bavail * system.f_frsize - trial.taken[status.st_dev]
+        if needed > max(0, room):
             raise self._too_large(nbytes, f"it has {size(room)}")
+        trial.taken.update({status.st_dev: needed})
+        undoing.callback(trial.taken.subtract, {status.st_dev: needed})
+        return True
 
     def _too_large(self, nbytes: int, why: str) -> BackendError:
         why = f"{size(nbytes)} does not fit on this file system ({why})"
@@ -205,15 +216,6 @@ def remove_slab(path: Path) -> None:
             with contextlib.suppress(NoFile):
                 folder.remove_made(entry.name)
         path.rmdir()
-
-
-def _nameless(folder: Folder, name: str, flags: int) -> int:
-    """A descriptor of a new file, which is gone when it is closed."""
-    name = f"{PROBE}-{secrets.token_hex(8)}-{name}"
-    try:
-        return new_file(folder, name, flags)
-    finally:
-        folder.remove(name)
 
 
 def _allocated(fd: int, nbytes: int) -> bool:

@@ -23,7 +23,7 @@ def everything_in(path: Path) -> Iterator[Iterator[Stored]]:
 
     Raises BackendError, also when an engine uses it.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise BackendError(f"{path}: no such folder; is it mounted?")
     with contextlib.ExitStack() as closing:
         with backend_errors(path):

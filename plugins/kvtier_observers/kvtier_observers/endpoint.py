@@ -90,8 +90,11 @@ class Values:
 class Endpoint(Observer):
     """Serves the metrics until it is closed, one client at a time."""
 
-    def __init__(self, engine: int, address: tuple[str, int] | pathlib.Path):
-        """``engine`` is the number of the replica, ``address`` a host and a port, or a Unix socket. Raises OSError."""
+    def __init__(self, engine: int, address: tuple[str, int] | pathlib.Path, *, trial: bool = False):
+        """``engine`` is the number of the replica, ``address`` a host and a port, or a Unix socket. Raises OSError.
+
+        ``trial``: see `owner_socket.listen`.
+        """
         self._readings = Readings()
         self._engine = str(engine)
         self._values = Values(["engine"])
@@ -101,7 +104,7 @@ class Endpoint(Observer):
         self._path = address if isinstance(address, pathlib.Path) else None
         self._server: _Server
         if isinstance(address, pathlib.Path):
-            self._server = _OwnersSocket(str(address), handler)
+            self._server = _OwnersSocket(address, handler, trial)
         else:
             self._server = _TCPServer(address, handler)
         logger.info("kvtier: metrics at %s", self.address)
@@ -189,10 +192,15 @@ class _TCPServer(_Server):
 
 
 class _OwnersSocket(_Server, socketserver.UnixStreamServer):
+    def __init__(self, path: pathlib.Path, handler: type, trial: bool):
+        self._trial = trial
+        super().__init__(str(path), handler)
+
     def server_bind(self) -> None:
         """Bind, in place of the socket that a killed engine left."""
         self.socket.close()
-        self.socket = owner_socket.listen(pathlib.Path(str(self.server_address)), self.request_queue_size)
+        path = pathlib.Path(str(self.server_address))
+        self.socket = owner_socket.listen(path, self.request_queue_size, trial=self._trial)
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
         """A handler expects the address of a client, which a Unix socket lacks."""

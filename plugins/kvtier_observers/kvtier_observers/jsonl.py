@@ -16,6 +16,7 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Observer, ObserverConfig, OpenContext
+from kvtier_core.storekit.trial import new_file
 from kvtier_core.types import Event, Nbytes
 
 #: Number of files that an engine fills in turn from its share of the capacity. The oldest is removed for the next.
@@ -65,7 +66,6 @@ class JsonLines(Observer):
         self._file = -1
         self._room = 0
         self._checking = ctx.checking
-        config.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in self._files() if not ctx.checking else ():
             with _locked(file) as descriptor:
                 if descriptor is not None:
@@ -87,8 +87,6 @@ class JsonLines(Observer):
 
     def close(self) -> None:
         """Close the file."""
-        if self._checking:
-            (self._folder / self._name).unlink()
         os.close(self._file)
 
     def _line(self, event: Event, now: float) -> bytes:
@@ -115,9 +113,8 @@ class JsonLines(Observer):
             os.close(self._file)
             self._file = -1
         self._make_room()
-        self._name = f"{time.time_ns():020}-{secrets.token_hex(4)}.kvtier-events.jsonl"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._file = os.open(self._folder / self._name, flags, 0o600)
+        name = f"{time.time_ns():020}-{secrets.token_hex(4)}.kvtier-events.jsonl"
+        self._file = new_file(self._folder, name, os.O_WRONLY | os.O_APPEND, trial=self._checking)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._room = self._longest
 

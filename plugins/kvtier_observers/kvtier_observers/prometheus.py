@@ -37,7 +37,7 @@ class PrometheusConfig(ObserverConfig):
         except ImportError as error:
             raise BackendError(f"{error}; pip install 'kvtier[prometheus]'") from error
         try:
-            return Endpoint(ctx.replica, self._address(ctx))
+            return Endpoint(ctx.replica, self._address(ctx), trial=ctx.checking)
         except OSError as error:
             raise BackendError(f"cannot serve metrics: {error}; choose another port or socket") from error
 

@@ -75,7 +75,7 @@ def lock_private(config: StackConfig, lock: Callable[[FolderLock], object]) -> d
     locks: dict[str, list[FolderLock]] = {}
     for tier in config.stores:
         private = tier.required and not tier.config.shared
-        for folder in filter(Path.is_dir, folders(tier)) if private else ():
+        for folder in filter(os.path.isdir, folders(tier)) if private else ():
             try:
                 lock(lock_of_it := FolderLock(folder))
             except (OSError, BackendError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -86,6 +87,56 @@ def lying(folder):
     contents = {path: hashlib.sha256(path.read_bytes()).digest() for path in found if path.is_file()}
     kept = {path: (each.st_ino, each.st_mode, each.st_size, each.st_blocks) for path, each in found.items()}
     return {path: (*kept[path], found[path].st_mtime_ns, found[path].st_ctime_ns, contents.get(path)) for path in found}
+
+
+AT_START = {
+    "memory": ([], True),
+    "a-socket-in-a-folder-that-is-missing": (["--socket", "{home}/nowhere/s"], False),
+    "a-socket-at-a-file": (["--socket", "{home}/file"], False),
+    "a-socket-that-a-server-has": (["--socket", "{home}/served"], False),
+    "a-socket-whose-path-is-too-long": (["--socket", "{home}/" + 100 * "s"], False),
+    "operators-at-a-port": (["--http", "127.0.0.1:0"], True),
+    "operators-at-a-port-in-use": (["--http", "127.0.0.1:{port}"], False),
+    "operators-at-another-socket": (["--http", "unix:{home}/operators"], True),
+    "operators-at-a-file": (["--http", "unix:{home}/file"], False),
+    "a-certificate-that-is-missing": (["--http", "127.0.0.1:0", "--http-cert", "{home}/nowhere"], False),
+    "quotas-that-are-none": (["--quotas", "{home}/file"], False),
+    "a-keep-that-is-a-file": (["{home}/file"], False),
+    "a-keep-of-everybody": (["{home}/everybodys"], False),
+    "memory-that-kvtier-did-not-make": (["{home}/others"], False),
+    "a-lock-that-is-a-folder": (["{home}/lockless"], False),
+}
+
+
+@pytest.mark.parametrize("which", every_third(list(AT_START)))
+def test_a_check_agrees_with_a_start_and_changes_nothing(tmp_path, which):
+    options, good = AT_START[which]
+    with contextlib.ExitStack() as closing:
+        home = Path(closing.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="agrees-")))
+        (home / "file").write_text("a file")
+        for name in "everybodys", "others", "lockless/.kvtier-lock":
+            (home / name).mkdir(parents=True)
+            (home / name).parent.chmod(0o700)
+            (home / name).chmod(0o777 if name == "everybodys" else 0o700)
+        (home / "others/memory").write_text("another program's")
+        port = closing.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        if "served" in str(options):
+            closing.enter_context(server(tmp_path, home / "served"))
+        options = [each.format(home=home, port=port) for each in options]
+        keep = f", keep: {options.pop()}" if len(options) == 1 else ""
+        (home / "kvtier.yaml").write_text(TIERS.replace("}", f"{keep}}}"))
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(home)}
+        command = ["serve", "--config", home / "kvtier.yaml", "--socket", home / "s", *options]
+        before = lying(home)
+        checked = kvtier(*command, "--check", env=environment)
+        assert lying(home) == before
+        assert checked.returncode == (0 if good else 2), checked.stderr
+        if good:
+            with process(KVTIER, *command, ready="ready; in an engine's file", env=environment):
+                return
+        started = kvtier(*command, env=environment)
+        assert started.returncode == 2
+        assert started.stderr.splitlines()[-1] == checked.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("what", ["disk", "gds", "memory"])

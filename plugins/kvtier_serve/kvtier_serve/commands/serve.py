@@ -20,14 +20,15 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import UNIX, StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError
+from kvtier_core.storekit.trial import TrialFolder
 from kvtier_core.storekit.user_folders import runtime_folder
 from kvtier_core.types import Nbytes
 from kvtier_serve.commands import actions
 from kvtier_serve.operators.asking import RunningServer
 
 if TYPE_CHECKING:
+    from kvtier_serve.operators.listening import Listening
     from kvtier_serve.quotas import QuotaBook
-    from kvtier_serve.server import Server
     from kvtier_serve.tenants import Quota
 
 #: Settings that each engine has for itself.
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         path = Path(options.socket) if options.socket else _usual_path()
         return options.ask(RunningServer.at_socket(operators_socket(path)), options, output)
     from kvtier_remote.memory import probe
-    from kvtier_serve.memories import check
+    from kvtier_serve.operators.http import HTTP
     from kvtier_serve.reload import Reload
     from kvtier_serve.server import Server
 
@@ -91,24 +92,19 @@ def run(options: argparse.Namespace, output: Output) -> int:
     config = _read(options.config)
     quotas = _quotas(options)
     if options.check:
-        output.say(*check(config))
-        for line in programs_not_found(config):
-            output.warn(line)
-        return FINE
+        return _check(config, options, output)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     path = Path(options.socket) if options.socket else _usual_path()
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    try:
+    with _listening_on(path):
         server = Server(config, path, quotas=quotas)
-    except OSError as error:
-        raise BackendError(f"cannot listen on {path}: {error.strerror or error}") from error
     with contextlib.ExitStack() as closing:
         closing.callback(server.close, _CLOSING)
         server.reload = Reload(server.spaces, server.quotas, server.programs, lambda: _read(options.config))
         signal.signal(signal.SIGHUP, lambda *_: server.reload.on_signal(server.ask))
         output.say(*server.spaces.describe())
-        output.say(*_answer_operators(server, options, closing))
+        output.say(*_answer_operators(HTTP(server), path, options, closing))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         output.say(f"ready; in an engine's file, write in place of tiers: server: {UNIX}{path}")
@@ -158,13 +154,40 @@ def _model_quota(written: str) -> tuple[str, Quota]:
         raise ValueError(f"--model-quota {written}: {error}") from error
 
 
-def _answer_operators(server: Server, options: argparse.Namespace, closing: contextlib.ExitStack) -> Iterator[str]:
-    """Answer at a Unix socket, and at the addresses in the options; yields all of them. Raises BackendError."""
-    from kvtier_serve.operators.http import HTTP
+def _check(config: StackConfig, options: argparse.Namespace, output: Output) -> int:
+    """Open what a server opens when it starts, describe it, and leave no trace."""
+    from starlette.routing import Route
 
-    http = HTTP(server)
+    from kvtier_core.storekit import owner_socket, trial
+    from kvtier_serve.memories import check
+    from kvtier_serve.operators.listening import Listening, apps_of
+
+    trial.forget()
+    path = Path(options.socket) if options.socket else _usual_path(trial=True)
+    lines = check(config)
+    with _listening_on(path), owner_socket.listen(path, 1, trial=True), contextlib.ExitStack() as closing:
+        nobody = Listening(apps_of((), Route("/", str)), trial=True)
+        list(_answer_operators(nobody, path, options, closing))
+    output.say(*lines)
+    for line in programs_not_found(config):
+        output.warn(line)
+    return FINE
+
+
+@contextlib.contextmanager
+def _listening_on(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BackendError(f"cannot listen on {path}: {error.strerror or error}") from error
+
+
+def _answer_operators(
+    http: Listening, path: Path, options: argparse.Namespace, closing: contextlib.ExitStack
+) -> Iterator[str]:
+    """Answer at a Unix socket, and at the addresses in the options; yields all of them. Raises BackendError."""
     closing.callback(http.close)
-    own = _own_address(options, server.path)
+    own = _own_address(options, path)
     for address in (own, *(each for each in options.http if each != own)):
         try:
             where = http.open(address, options.http_cert, options.http_key)
@@ -203,9 +226,12 @@ def notify(state: str) -> None:
             sock.sendall(state.encode())
 
 
-def _usual_path() -> Path:
+def _usual_path(*, trial: bool = False) -> Path:
     if os.getuid() != 0:
-        return runtime_folder() / "kvtier.sock"
+        return runtime_folder(trial=trial) / "kvtier.sock"
     folder = Path("/run/kvtier")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    if not trial:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    elif not os.path.exists(folder):
+        TrialFolder.at(folder, make=True)
     return folder / "kvtier.sock"

@@ -42,7 +42,7 @@ class Apps(NamedTuple):
     strangers: ASGIApp
 
 
-def token_of(host: str) -> str:
+def token_of(host: str, *, make: bool = True) -> str:
     """The token for everything at this address.
 
     Raises ContractError if other machines reach it and no token is set; OSError and BackendError if this user's own is
@@ -52,7 +52,7 @@ def token_of(host: str) -> str:
         return token
     if not is_loopback(host):
         raise ContractError(f"{host} is reachable from other machines: set the environment variable {TOKEN}")
-    return user_secret(_SECRET)
+    return user_secret(_SECRET, make=make)
 
 
 def link(host: str, port: int, is_encrypted: bool) -> str:
@@ -64,10 +64,10 @@ def link(host: str, port: int, is_encrypted: bool) -> str:
 class Gate:
     """An app that lets each client ask what its token allows. Only operators may ask twice on one connection."""
 
-    def __init__(self, host: str, apps: Apps):
-        """``host`` is the address at which it is reached. Raises as `token_of` does."""
+    def __init__(self, host: str, apps: Apps, *, make: bool = True):
+        """``host`` is the address at which it is reached. ``make``: see `user_secret`. Raises as `token_of` does."""
         self._apps = apps
-        self._tokens = [(token_of(host), apps.operators), (os.environ.get(READ_TOKEN, ""), apps.readers)]
+        self._tokens = [(token_of(host, make=make), apps.operators), (os.environ.get(READ_TOKEN, ""), apps.readers)]
         self._is_on_loopback = is_loopback(host)
         self._log = LogLimit(time.monotonic)
 

@@ -39,7 +39,9 @@ _BACKLOG = 128
 class Listening(ProcessBound):
     """Answers operators wherever it listens, until it is closed. One thread calls every method."""
 
-    def __init__(self, apps: Apps):
+    def __init__(self, apps: Apps, *, trial: bool = False):
+        """In a ``trial`` no socket is made, and no token."""
+        self._trial = trial
         self.links: list[str] = []  #: addresses of the page, with the token behind the #
         self._apps = apps
         self._sockets: list[socket.socket] = []
@@ -61,7 +63,7 @@ class Listening(ProcessBound):
 
     def open_socket(self, path: Path) -> None:
         """Answer this user, and root, at a Unix socket. Raises OSError if the socket is not available."""
-        listening = self._kept(owner_socket.listen(path, _BACKLOG))
+        listening = self._kept(owner_socket.listen(path, _BACKLOG, trial=self._trial))
         self._serve(Listener(listening, self._apps.operators, admits=owner_socket.admits))
 
     def open_port(self, host: str, port: int, certificate: str | None = None, key: str | None = None) -> int:
@@ -71,12 +73,13 @@ class Listening(ProcessBound):
         ContractError for an address beyond loopback without a token, and for a certificate that cannot be used; OSError
         and BackendError if the address, or the token, is not available.
         """
-        gate = Gate(host, self._apps)
+        gate = Gate(host, self._apps, make=not self._trial)
         tls = _tls(certificate, key) if certificate else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = self._kept(socket.create_server((host, port), family=family, backlog=_BACKLOG))
         port = listening.getsockname()[1]
-        self.links.append(link(host, port, tls is not None))
+        if not self._trial:
+            self.links.append(link(host, port, tls is not None))
         self._serve(Listener(listening, gate, tls))
         return port
 
@@ -92,7 +95,8 @@ class Listening(ProcessBound):
         return listening
 
     def _serve(self, listener: Listener) -> None:
-        asyncio.run_coroutine_threadsafe(listener.serve(), self._loop)
+        if not self._trial:
+            asyncio.run_coroutine_threadsafe(listener.serve(), self._loop)
 
     def _run(self) -> None:
         with self._runner:
