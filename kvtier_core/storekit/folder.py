@@ -215,8 +215,12 @@ class Folder:
         return opened and status.st_gid in (os.getegid(), *os.getgroups())
 
     def _close_to_group(self) -> None:
-        """The files in the folder keep their modes, which mark those that the group may have changed."""
+        """The files in the folder keep their modes, which mark those that the group may have changed.
+
+        Raises BackendError if the file system does not do it.
+        """
         os.chmod(".", stat.S_IMODE(os.fstat(self.fd).st_mode) & ~0o077, dir_fd=self.fd)
+        must_be_ours(os.fstat(self.fd), *self._called)
 
     def _link(self, name: str) -> str:
         """The target of a link in this folder. Raises NotOurs if others may have put it there."""

@@ -90,6 +90,21 @@ def test_what_kvtier_made_before_a_folder_was_opened_is_removed_and_nothing_else
     assert sorted(os.listdir(made)) == ["found", "inner", "later"]
 
 
+def test_a_folder_that_cannot_be_closed_again_is_refused(tmp_path, monkeypatch):
+    """On file systems of others `chmod` may have no effect."""
+    made = tmp_path / "made"
+    Folder.at(made, make=True).inner("inner", make=True)
+    kubelet_opens(made)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "chmod", lambda *_, **__: None)
+        with pytest.raises(NotOurs, match="others can write to it"):
+            Folder.at(made, make=True)
+    folder = Folder.at(made, make=True)
+    monkeypatch.setattr(os, "chmod", lambda *_, **__: None)
+    with pytest.raises(NotOurs, match="others can write to it"):
+        folder.inner("inner", make=True)
+
+
 def test_a_name_that_another_users_file_has_is_free(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("only root may give a file away")
