@@ -30,7 +30,6 @@ CLOSED_BY_THE_CORE = {"AllocatorBackend", "Backend", "DirectReader", "Mover", "O
 #: Functions that make such calls, and are methods of neither.
 KNOWN = {
     "kvtier_doctor.bench": "a command, which forks nobody",
-    "kvtier_core.cli.check": "a command, which forks nobody",
     "kvtier_vllm.quality.command": "a command, whose engine spawns its processes",
     "kvtier_core.engine.start.worker_reports": "removes reports by their names, when they have been read or are old",
     "kvtier_observers.endpoint._Server": "closed by an Endpoint, an Observer",
@@ -39,6 +38,7 @@ KNOWN = {
     "kvtier_core.storekit.folder_lock": "removes a folder that a command has made",
     "kvtier_core.storekit.folder_lock._Locked": "a descriptor is each process's own",
     "kvtier_core.storekit.folder.Folder": "removes what its caller names; a descriptor is each process's own",
+    "kvtier_core.storekit.trial": "removes a file that it has just made",
     "kvtier_core.storekit.owner_socket": "removes sockets on which no process listens",
     "kvtier_serve.programs._Program": "ends what its own thread has started, and a fork has none of its threads",
     "kvtier_vllm.metrics": "a registry in this process's memory",

@@ -426,6 +426,11 @@ class Server(ProcessBound):
         return (self.boot if memory.journal else 0, memory.nbytes), [memory.backend.descriptor]
 
 
+def try_out(path: Path) -> None:
+    """Raise the OSError of a server that cannot listen at ``path``. Nothing is made."""
+    owner_socket.listen(path, 1, trial=True).close()
+
+
 def _pieces(work: Callable[[], Any]) -> Generator[None, None, Any]:
     result = work()
     return (yield from result) if isinstance(result, Generator) else result

@@ -156,18 +156,18 @@ def _model_quota(written: str) -> tuple[str, Quota]:
 
 def _check(config: StackConfig, options: argparse.Namespace, output: Output) -> int:
     """Open what a server opens when it starts, describe it, and leave no trace."""
-    from starlette.routing import Route
-
-    from kvtier_core.storekit import owner_socket, trial
+    from kvtier_core.storekit import trial
     from kvtier_serve.memories import check
-    from kvtier_serve.operators.listening import Listening, apps_of
+    from kvtier_serve.operators.listening import listening_for_nobody
+    from kvtier_serve.server import try_out
 
     trial.forget()
     path = Path(options.socket) if options.socket else _usual_path(trial=True)
     lines = check(config)
-    with _listening_on(path), owner_socket.listen(path, 1, trial=True), contextlib.ExitStack() as closing:
-        nobody = Listening(apps_of((), Route("/", str)), trial=True)
-        list(_answer_operators(nobody, path, options, closing))
+    with _listening_on(path):
+        try_out(path)
+    with contextlib.ExitStack() as closing:
+        list(_answer_operators(listening_for_nobody(), path, options, closing))
     output.say(*lines)
     for line in programs_not_found(config):
         output.warn(line)

@@ -103,6 +103,11 @@ class Listening(ProcessBound):
             self._runner.run(self._closing.wait())
 
 
+def listening_for_nobody() -> Listening:
+    """It finds out where one could listen, and answers nobody."""
+    return Listening(Apps(*[_app([])] * 3), trial=True)
+
+
 def apps_of(routes: Iterable[tuple[Route, Collection[int]]], alive: Route) -> Apps:
     """The apps of these routes, each with the statuses of its refusals. ``alive`` is all that a stranger may ask."""
     asked = list(routes)
