@@ -43,8 +43,6 @@ KNOWN = {
     "kvtier_serve.programs._Program": "ends what its own thread has started, and a fork has none of its threads",
     "kvtier_vllm.metrics": "a registry in this process's memory",
     "kvtier_vllm.quality.scoring": "the engine of a command",
-    "kvtier_disk.frames": "removes folders that are empty",
-    "kvtier_disk.frames.Place": "removes a folder that is empty",
     "kvtier_gds.slab": "removes a store that a command has made",
     "kvtier_mooncake.client._Process": "closed by a Backend",
     "kvtier_peers.link.Link": "closed by a Backend",
