@@ -12,14 +12,13 @@ import attrs
 
 from benchmarks.conditions import conditions, heading
 from benchmarks.measure import Table, progress
-from kvtier_core.cli.tiers import layout_of
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy, SupportsSparing
 from kvtier_core.types import Nbytes, size
 from kvtier_simulate import stacks
 from kvtier_simulate.plot import Curve, Picture
-from kvtier_simulate.study import Study
+from kvtier_simulate.study import Study, layout_of
 from kvtier_simulate.traces import read_trace
 
 CAPACITIES = ("1%", "5%", "10%", "20%")

@@ -18,7 +18,6 @@ from pathlib import Path
 import attrs
 
 from benchmarks.measure import Case, Table, interleaved, progress, scratch, sized
-from kvtier_core.cli.tiers import layout_of
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.types import ChunkKey, Nbytes
 from kvtier_peers.digest import FINGERPRINT_NBYTES, Changes, Copy, Digest, Memory, fingerprints, holders
@@ -27,6 +26,7 @@ from kvtier_peers.listener import pace
 from kvtier_simulate import stacks
 from kvtier_simulate.dry_run import Clock, open_dry_run
 from kvtier_simulate.replay import serve
+from kvtier_simulate.study import layout_of
 from kvtier_simulate.traces import Trace, read_trace
 from kvtier_testing.samples import make_keys
 

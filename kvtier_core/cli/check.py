@@ -200,7 +200,8 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
         "needs": [{"what": what, "needed": int(needed), "there": int(has)} for what, needed, has in needs],
         "lacking": lacking,
     }
-    chunk = f"of a chunk of {config.chunk_tokens}: {size(token * int(config.chunk_tokens))}"
+    blocks = f"of a chunk of {config.chunk_tokens}, in blocks of {tiers.BLOCK_TOKENS}"
+    chunk = f"{blocks}: {size(token * int(config.chunk_tokens))}"
     output.say("", f"KV of a token: at most {token}; {chunk}")
     output.say(*table(("tier", "capacity", "tokens"), held, left=1))
     output.say(*(f"{what}: {size(needed)} needed, {size(has)} there" for what, needed, has in needs))

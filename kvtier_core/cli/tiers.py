@@ -27,13 +27,6 @@ BLOCK_TOKENS = 16
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def layout_of(chunk_tokens: int, bytes_per_token: int) -> ChunkLayout:
-    """The layout of chunks of one page, for a model of which only the bytes per token are known."""
-    page_nbytes = (chunk_tokens * bytes_per_token,)
-    group = KVGroup("group 0", KVKind.FULL_ATTENTION, page_nbytes, chunk_tokens, "unknown", KVStructure.OPAQUE)
-    return ChunkLayout((group,), chunk_tokens)
-
-
 def kv_of(model: Path | None, output: Output) -> KVGroup:
     """The KV of the model in this folder, in an engine; without one that of a usual model, with a warning.
 

@@ -257,7 +257,7 @@ def test_a_stack_is_opened_from_its_settings(tmp_path, secret, encrypt):
 
 def test_a_variable_that_is_not_set(tmp_path):
     told = problem_of(config_of(tmp_path, variable="KVTIER_TEST_NOT_SET"))
-    why = "the environment variable KVTIER_TEST_NOT_SET is not set for this process"
+    why = "the environment variable KVTIER_TEST_NOT_SET is not set; set it for the engine"
     assert told == f"StackConfig: $.tiers[1].seal_key: {why}"
 
 

@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 import tempfile
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -351,10 +352,11 @@ def agrees(text, folder, capsys, caplog):
 
 
 @pytest.fixture
-def strangers(monkeypatch):
+def strangers(monkeypatch, tmp_path):
     """A folder of another account, which this process becomes; below ``locked`` only root finds anything."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
+    nothing_is_left_to_import(monkeypatch, tmp_path)
     with tempfile.TemporaryDirectory(prefix="kvtier-stranger-") as home:
         folder = Path(home)
         (folder / "locked/inner").mkdir(parents=True, mode=0o700)
@@ -364,6 +366,18 @@ def strangers(monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", f"{home}/cache")
         with as_stranger():
             yield folder
+
+
+def nothing_is_left_to_import(monkeypatch, folder):
+    """The checkout, or a folder above it, may be its owner's alone."""
+    registry, commands = Registry.discover(), entry_points(group="kvtier.commands")
+    commands = [each for each in commands if each.value.startswith("kvtier_doctor.")]
+    for text, _ in (*LOCKED.values(), LOCKED["an optional disk"]):
+        opened_engine("kvtier", text, folder).close()
+    for name, *options in (("check", "--open"), ("doctor",), ("clear", "--yes")):
+        main([name, str(folder / "kvtier.yaml"), *options])
+    monkeypatch.setattr(Registry, "discover", lambda: registry)
+    monkeypatch.setattr("kvtier_core.cli.entry_points", lambda group: commands)
 
 
 @contextlib.contextmanager

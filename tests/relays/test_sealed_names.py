@@ -192,10 +192,10 @@ def test_fsck_finds_every_frame_whole(engine, store, secret, tmp_path, monkeypat
 @pytest.mark.parametrize("store", ["disk"])
 @pytest.mark.parametrize("secret", [SECRET, ""], ids=["with the secret", "without it"])
 def test_fsck_expects_no_codec_of_what_a_policy_learned(engine, secret, tmp_path, monkeypatch, capsys):
-    asked(engine(f"{SEALED}, serializer: xor"), PIN)
+    asked(engine(f"{SEALED}, serializer: xor"), PIN, PIN)  # asked for again: it learns
     monkeypatch.setenv("KVTIER_TEST_SEAL", secret)
     registry = Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin, Serializers)
-    monkeypatch.setattr("kvtier_core.cli.tiers.Registry.discover", lambda: registry)
+    monkeypatch.setattr("kvtier_doctor.stores.Registry.discover", lambda: registry)
     assert main(["fsck", "disk", "--config", str(tmp_path / "kvtier.yaml")]) == 0
     assert re.search(rf"^whole +{1 if secret else 2} ", capsys.readouterr().out, re.MULTILINE)
 

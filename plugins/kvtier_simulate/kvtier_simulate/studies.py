@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
-from kvtier_core.cli.tiers import layout_of
 from kvtier_core.config.model import StackConfig
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.types import Nbytes, Seconds, size
 from kvtier_simulate.costs import Speed
-from kvtier_simulate.study import ARENA_SPEED, TIER_SPEED, Study
+from kvtier_simulate.study import ARENA_SPEED, TIER_SPEED, Study, layout_of
 from kvtier_simulate.traces import CHUNK_TOKENS, read_trace
 
 _TOKEN = "128KiB"

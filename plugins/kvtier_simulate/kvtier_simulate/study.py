@@ -8,7 +8,7 @@ from functools import cached_property
 import attrs
 
 from kvtier_core.config.model import ArenaTierConfig, StackConfig
-from kvtier_core.layouts import ChunkLayout
+from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_simulate.costs import Costs, Speed
 from kvtier_simulate.dry_run import frame_nbytes_in
 from kvtier_simulate.optimum import Optimum
@@ -18,6 +18,13 @@ from kvtier_simulate.traces import Trace
 
 #: Speeds of reading where none is given: a copy between host memory and a GPU, and a good local disk.
 ARENA_SPEED, TIER_SPEED = Speed(20.0), Speed(3.0)
+
+
+def layout_of(chunk_tokens: int, bytes_per_token: int) -> ChunkLayout:
+    """The layout of chunks of one page, for a model of which only the bytes per token are known."""
+    page_nbytes = (chunk_tokens * bytes_per_token,)
+    group = KVGroup("group 0", KVKind.FULL_ATTENTION, page_nbytes, chunk_tokens, "unknown", KVStructure.OPAQUE)
+    return ChunkLayout((group,), chunk_tokens)
 
 
 @attrs.frozen

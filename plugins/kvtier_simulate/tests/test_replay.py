@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.cli.tiers import layout_of
 from kvtier_core.config.model import ArenaTierConfig
 from kvtier_core.config.open import Runtime, open_stack
 from kvtier_core.config.registry import Registry
@@ -24,7 +23,7 @@ from kvtier_simulate.costs import Costs, Speed
 from kvtier_simulate.dry_run import Clock
 from kvtier_simulate.replay import Tally, replay, serve
 from kvtier_simulate.stacks import all_policies, read_policies, stack_of
-from kvtier_simulate.study import Study
+from kvtier_simulate.study import Study, layout_of
 from kvtier_simulate.traces import Prompt, Trace, read_trace
 
 TOKENS = 16

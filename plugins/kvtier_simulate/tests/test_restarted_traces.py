@@ -15,7 +15,6 @@ from typing import ClassVar
 import attrs
 import pytest
 
-from kvtier_core.cli.tiers import layout_of
 from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import SupportsListing
 from kvtier_core.stack.store_tier.request_log import keys_beside
@@ -24,6 +23,7 @@ from kvtier_simulate import dry_run
 from kvtier_simulate.dry_run import Clock, NullBackend, NullBackendConfig, open_dry_run
 from kvtier_simulate.replay import serve
 from kvtier_simulate.stacks import all_policies, read_capacities, read_policies, stack_of
+from kvtier_simulate.study import layout_of
 from kvtier_simulate.traces import read_trace
 
 BYTES_PER_TOKEN = 128 << 10

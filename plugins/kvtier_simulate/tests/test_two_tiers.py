@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_core.cli.tiers import layout_of
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.types import KEY_NBYTES, ChunkKey
 from kvtier_simulate.dry_run import Clock, frame_nbytes_in, open_dry_run
 from kvtier_simulate.stacks import read_capacities, read_policies, stack_of
-from kvtier_simulate.study import Study
+from kvtier_simulate.study import Study, layout_of
 from kvtier_simulate.traces import Prompt, Trace, read_trace
 
 #: That of Llama 3.1 8B in 16 bits, as on the command line.

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from chunk_files import chunk_files
 from cpu_parallel import let_experts_exchange
 from patience import HANG
 from real_engines import Outcome, cpu, cpu_and_disk, hit, miss, prompt, told_by_engines
@@ -152,15 +153,15 @@ def test_two_replicas_share_nothing_and_come_back_warm(engine, fork_server, mode
         assert of_each == [[source, hit(530, cpu=512)]] * 2
     # Given time to stop, an engine tells what it did.
     assert len(re.findall(r"totals: disk: (?:.*, )?written 8 ", logs[0])) == 2, logs[0][-9000:]
-    kept = [sorted((tmp_path / f"replica-{replica}").rglob("*.kv")) for replica in (0, 1)]
+    kept = [chunk_files(tmp_path / f"replica-{replica}") for replica in (0, 1)]
     assert [len(files) for files in kept] == [8, 8]
     assert not {file.name for file in kept[0]} & {file.name for file in kept[1]}
 
     with engine(stack) as alone:  # the folder itself is another engine's, and what lies in it is left alone
         assert alone.ask(asked[0])[0].cached == 0
         alone.settle()
-    assert sorted(tmp_path.glob("replica-*/**/*.kv")) == sorted(kept[0] + kept[1])
-    assert len(list(tmp_path.rglob("*.kv"))) == 24
+    assert [chunk_files(tmp_path / f"replica-{replica}") for replica in (0, 1)] == kept
+    assert len(chunk_files(tmp_path)) == 24
 
 
 @pytest.mark.parametrize("ranks", some([1, 2]))

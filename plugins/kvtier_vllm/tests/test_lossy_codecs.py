@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import real_model
 import torch
+from chunk_files import chunk_files
 from real_engines import CHUNK, cpu, cpu_and_disk, hit, prompt
 from sizes import some
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,7 +52,7 @@ def test_keys_and_values_are_where_the_layout_says(engine, tmp_path, computed, o
         served.settle()
         (group,) = served.connector.side._layout.groups
         layout = served.connector.side._layout
-    file = max(tmp_path.rglob("*.kv"), key=lambda file: file.stat().st_size)  # the other one is the policy's
+    (file,) = chunk_files(tmp_path)
     payload = memoryview(file.read_bytes())[FRAME_HEADER_NBYTES:][: layout.payload_nbytes]
     assert group.depths == tuple(range(len(computed)))
     halves = halves_by_payload("raw", layout, depths=True)[len(payload)]

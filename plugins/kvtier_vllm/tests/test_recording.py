@@ -9,10 +9,9 @@ import pytest
 from real_engines import BLOCK, CHUNK, cpu_and_disk, prompt
 
 from kvtier_core.cli import main
-from kvtier_core.cli.tiers import layout_of
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_simulate.study import Study
+from kvtier_simulate.study import Study, layout_of
 from kvtier_simulate.traces import read_trace
 
 #: The tiny model's: layers, keys and values, heads, head size, float32.

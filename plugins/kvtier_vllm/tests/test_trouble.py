@@ -9,6 +9,7 @@ import shutil
 import threading
 
 import pytest
+from chunk_files import chunk_files
 from real_engines import cpu, cpu_and_disk, hit, miss, prompt
 from sizes import some
 from test_serving import NOISE
@@ -170,21 +171,21 @@ def test_no_lookup_or_reservation_after_a_worker_has_failed(engine, monkeypatch,
 
 
 def spoil_a_byte(path):
-    for file in path.rglob("*.kv"):
+    for file in chunk_files(path):
         frame = bytearray(file.read_bytes())
         frame[len(frame) // 2] ^= 1
         file.write_bytes(frame)
 
 
 def swap_files(path):
-    first, second, *_ = sorted(path.rglob("*.kv"))
+    first, second, *_ = chunk_files(path)
     a, b = first.read_bytes(), second.read_bytes()
     first.write_bytes(b)
     second.write_bytes(a)
 
 
 def cut_files(path):
-    for file in path.rglob("*.kv"):
+    for file in chunk_files(path):
         file.write_bytes(file.read_bytes()[:8192])
 
 
