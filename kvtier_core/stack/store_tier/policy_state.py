@@ -79,7 +79,7 @@ class Kept(abc.ABC):
 
     @abc.abstractmethod
     def _changed(self) -> Any:
-        """What is to be saved, which does not change any more; None if all is saved."""
+        """A snapshot of what is to be saved; None if everything is saved."""
 
     @abc.abstractmethod
     def _write(self, changed: Any) -> None:
@@ -87,7 +87,7 @@ class Kept(abc.ABC):
 
     @abc.abstractmethod
     def _written(self, changed: Any) -> None:
-        """It is stored."""
+        """The snapshot is in the store."""
 
     def _put(self, key: ChunkKey, payload: bytes, nbytes: int) -> None:
         """Store a payload, padded to ``nbytes``, as a sealed frame. Raises BackendError."""

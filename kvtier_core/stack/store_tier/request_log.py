@@ -1,7 +1,7 @@
-"""A log of the requests that a store tier was told of, kept in its store and replayed when it is opened again.
+"""A log of a store tier's requests, kept in its store and replayed when the tier is opened again.
 
-So its index and policy know after a restart what is used, how often, and what continues what. The log decides only an
-order: what it says of a chunk that is not there, or of anything that is damaged, is passed over.
+After a restart its index and policy know when and how often each chunk was used, and the prefix tree. The log decides
+only an order: entries for chunks that are not in the store, and damaged segments, are ignored.
 
 It is written in segments, each of which is one frame and complete without the others: a lost one is a gap. Full ones
 form a ring; the current one is written to two places in turn, so that one of them is always whole.
@@ -29,8 +29,8 @@ _LONGEST = 1 << 20
 #: Chunks that are named in a replay, at most, and for how many a request counts whatever its length: a million take
 #: 0.8 s, and 4.6 s in `gittins` where nothing could be compiled.
 _REPLAYED, _EACH = 1 << 21, 8
-#: The current segment is written before its minute is over when so many chunks are new in it. On the conversation trace
-#: of Mooncake a minute is a quarter of what a disk for a tenth of its chunks holds.
+#: The current segment is written before its minute is over when this number of chunks is new in it. On Mooncake's
+#: conversation trace, a minute is a quarter of what a disk for a tenth of its chunks holds.
 _FRESH = 1024
 #: Times in the log are in units of this many seconds.
 _TICK = 1e-6
@@ -92,7 +92,7 @@ class _Segment:
         return header + self.times.tobytes() + self.ends.tobytes() + self.parents[1:].tobytes(), self.keys[1:]
 
     def add(self, path: Sequence[ChunkKey], time: int, room: int) -> bool:
-        """Add a request, which costs what is new in it. False if the segment would take more than ``room`` bytes."""
+        """Add a request, in time proportional to its new keys. False if the segment would exceed ``room`` bytes."""
         known, end = self._known(path)
         nodes = len(self.keys) - 1 + len(path) - known
         if _HEADER.size + (self.requests + 1) * _REQUEST_NBYTES + nodes * _NODE_NBYTES > room:
@@ -136,7 +136,7 @@ class _Packed(NamedTuple):
 
 
 class _Changed(NamedTuple):
-    """What is written together."""
+    """The frames of one save."""
 
     removal: Callable[[], object] | None  # comes first
     full: _Packed | None
@@ -168,7 +168,7 @@ class RequestLog(Kept):
         self._turn = 0  # the place of two that the current segment takes next
         self._stored = self._offered = 0  # of its requests those that are stored, of its nodes those given to the pool
         self._full: _Packed | None = None  # the segment before it, if it is not stored
-        self._removal: Callable[[], object] | None = None  # of all that is stored, if it counts no more
+        self._removal: Callable[[], object] | None = None  # deletes the stored log once it is obsolete
 
     def note(self, path: Sequence[ChunkKey], now: float) -> None:
         """A request names these chunks, root first. ``now`` is in seconds."""
