@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -143,15 +142,14 @@ def _open(config: StackConfig, group: KVGroup, known: Sequence[str], output: Out
 
     ``known`` are warnings of the start that need no repetition.
     """
-    with _heard() as lines:
-        if config.server:
-            try:
-                tiers.ask_server(config)
-            except ConfigError as error:
-                lines.append(f"no server: {error.problems[0].why}, so everything is computed until it is there")
-            config = attrs.evolve(config, server=None, tiers=_ANY_TIERS)  # its sessions are for engines
-        side = tiers.started(config, group)
-    with contextlib.closing(side):
+    lines: list[str] = []
+    if config.server:
+        try:
+            tiers.ask_server(config)
+        except ConfigError as error:
+            lines.append(f"no server: {error.problems[0].why}, so everything is computed until it is there")
+        config = attrs.evolve(config, server=None, tiers=_ANY_TIERS)  # its sessions are for engines
+    with contextlib.closing(tiers.started(config, group, lines.append)) as side:
         stack = side.manager
         assert isinstance(stack, StorageManager), "opened here"
         opened = {arena.name: arena.memory.facts() for arena in stack.arenas}
@@ -163,20 +161,6 @@ def _open(config: StackConfig, group: KVGroup, known: Sequence[str], output: Out
         output.value["without"] = without
         for line in without:
             output.warn(f"{line}; an engine starts anyway")
-
-
-@contextlib.contextmanager
-def _heard() -> Iterator[list[str]]:
-    """The warnings that are logged meanwhile, which are not printed."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage().removeprefix("kvtier: "))  # type: ignore[method-assign]
-    logger = logging.getLogger("kvtier")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 def _say_facts(facts: dict[str, dict[str, str]], output: Output) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier_core.cli.output import Output
 from kvtier_core.config.model import StackConfig
+from kvtier_core.config.open import log_warning
 from kvtier_core.config.server_client import server_client, server_path
 from kvtier_core.engine.messages import Refusal, WorkerReport
 from kvtier_core.engine.scheduler.side import SchedulerSide
@@ -99,14 +100,15 @@ def _report(config: StackConfig, group: KVGroup) -> WorkerReport:
     return WorkerReport(device, (group,), ())
 
 
-def started(config: StackConfig, group: KVGroup) -> SchedulerSide:
+def started(config: StackConfig, group: KVGroup, warn: Callable[[str], object] = log_warning) -> SchedulerSide:
     """All that an engine with this KV opens when it starts, in a unique namespace; the caller closes it.
 
-    Nothing changes, also while it is open: no file or folder is made, and no frame removed. Raises ConfigError.
+    ``warn`` is told what it starts without. Nothing changes, also while it is open: no file or folder is made, and no
+    frame removed. Raises ConfigError.
     """
     trial.forget()
     identity = Identity(Namespace.of({"check": secrets.token_hex(16)}), Namespace.of({}))
-    engine = Engine(lambda *_: identity, name="a check", model="", version="no engine", checking=True)
+    engine = Engine(lambda *_: identity, name="a check", model="", version="no engine", checking=True, warn=warn)
     side = engine.open(config, [_report(config, group)])
     if isinstance(side, Refusal):
         raise ConfigError([config.problem("$", f"an engine would not be served: {side.reason}")])

@@ -65,6 +65,10 @@ _REMEMBERED_COPIES = 1 << 14
 FAILS_REQUESTS = "the engine fails requests whose load fails (kv_load_failure_policy)"
 
 
+#: Logs what a stack or an engine starts without.
+log_warning = functools.partial(logger.warning, "kvtier: %s")
+
+
 @attrs.frozen
 class Runtime:
     """A stack's needs besides its tiers. The simulator provides its own."""
@@ -76,6 +80,7 @@ class Runtime:
     recomputes: bool = True  #: does the engine compute KV whose load failed?
     serves: bool = True  #: do answers depend on it? Then a lossy codec needs a report of `kvtier quality`
     seals_all: bool = False  #: is every stored chunk sealed, even if no tier below takes it?
+    warn: Callable[[str], object] = log_warning  #: is told what the stack starts without
 
 
 _REAL = Runtime()
@@ -110,7 +115,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         for number in range(len(config.tiers)) if runtime.serves else ():
             with collector:
                 if told := check_quality(config, number, dict(ctx.namespace.facts).get("weights", "")):
-                    logger.warning("kvtier: %s", told)
+                    runtime.warn(told)
         sealed: dict[ChunkKey, memoryview] = {}
         copied: deque[ChunkKey] = deque(maxlen=_REMEMBERED_COPIES)
         stored: list[StoredFrames] = []
@@ -389,7 +394,7 @@ def _contradiction(arena: AllocatorBackend, ctx: OpenContext) -> str:
 
 @contextlib.contextmanager
 def _unless_optional(collector: ProblemCollector, opening: _Opening) -> Iterator[None]:
-    """Add the problems of a tier to ``collector``; or, if the stack starts without it, log them and close the tier."""
+    """Add the problems of a tier to ``collector``; or, if the stack starts without it, warn and close the tier."""
     try:
         yield
     except ConfigError as error:
@@ -398,7 +403,7 @@ def _unless_optional(collector: ProblemCollector, opening: _Opening) -> Iterator
         else:
             opening.closing.close()
             why = str(error).replace("\n", "; ")
-            logger.warning("kvtier: %s: not opened, and not required: %s", opening.tier.name, why)
+            opening.runtime.warn(f"{opening.tier.name}: not opened, and not required: {why}")
 
 
 def _pool(name: str, threads: int, runtime: Runtime, closing: contextlib.ExitStack) -> Pool:

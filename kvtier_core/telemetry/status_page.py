@@ -88,10 +88,12 @@ class StatusPage:
         self._snapshot: Mapping[str, Any] = {}
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=_REMEMBERED)
 
-    def open(self, setting: str, about: Mapping[str, Any], *, trial: bool = False) -> None:
+    def open(
+        self, setting: str, about: Mapping[str, Any], warn: Callable[[str], object], *, trial: bool = False
+    ) -> None:
         """Open the socket that the configuration's ``status`` names. ``about`` is part of every snapshot.
 
-        In a ``trial`` nobody can connect to it.
+        ``warn`` is told why that failed. In a ``trial`` nobody can connect to it.
         """
         if setting == "off":
             return
@@ -99,11 +101,9 @@ class StatusPage:
         self._publish()
         opened = run(lambda: Server(socket_path(setting, trial=trial), self._answer, trial=trial))
         if opened.error is not None:
-            logger.warning(
-                "kvtier: status: %s: cannot open a socket, so kvtier status cannot find this engine: %s; set another "
-                "path, status: PATH",
-                setting,
-                opened.error,
+            warn(
+                f"status: {setting}: cannot open a socket, so kvtier status cannot find this engine: {opened.error}; "
+                "set another path, status: PATH"
             )
             return
         self._server = opened.value

@@ -27,6 +27,7 @@ from patience import HANG
 import kvtier_disk.plugin
 from kvtier_core.cli import main, top
 from kvtier_core.config.load import load_config
+from kvtier_core.config.open import log_warning
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import KVIdentity
 from kvtier_core.telemetry.readings import Readings
@@ -49,7 +50,7 @@ def host(tmp_path):
             config = load_config({**values, "status": str(tmp_path / "s"), **settings}, Registry.of(kvtier_disk.plugin))
             made = Host(config)
             closing.callback(made.close)
-            made.side.status.open(config.status, about)
+            made.side.status.open(config.status, about, log_warning)
             return made
 
         yield start

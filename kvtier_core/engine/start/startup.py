@@ -11,7 +11,7 @@ import attrs
 from kvtier_core import native
 from kvtier_core.builtin import packed_slots
 from kvtier_core.config.model import StackConfig
-from kvtier_core.config.open import Runtime, open_observers, open_stack, packs
+from kvtier_core.config.open import Runtime, log_warning, open_observers, open_stack, packs
 from kvtier_core.config.server_client import server_client, server_path
 from kvtier_core.config.versions import own_version
 from kvtier_core.config.yaml_nodes import ProblemCollector
@@ -53,6 +53,7 @@ class Engine:
     recomputes: bool = True  #: does it compute what could not be loaded? Otherwise the request fails.
     #: Is it only a check whether an engine would start? Then nothing changes, and what `open` returns is only closed.
     checking: bool = False
+    warn: Callable[[str], object] = log_warning  #: is told what the engine starts without
 
     def open(self, config: StackConfig, reports: Sequence[WorkerReport]) -> SchedulerSide | Refusal:
         """Open the stack for an engine whose workers sent these reports.
@@ -117,7 +118,7 @@ class Engine:
             logger.info("kvtier: %s", line)
         about = {"engine": self.name, "model": self.model, "replica": self.replica}
         about |= {"identity": context.namespace.digest.hex(), "cold": cold}
-        side.status.open(config.status, about, trial=self.checking)
+        side.status.open(config.status, about, self.warn, trial=self.checking)
         return side
 
     def _open_stack(self, config: StackConfig, context: OpenContext, device: str) -> Stack:
@@ -128,7 +129,8 @@ class Engine:
             if packed and why_not:
                 logger.info("kvtier: packing: auto -> off: %s", why_not)
             layout = attrs.evolve(context.layout, packed=packed and not why_not)
-            return open_stack(config, attrs.evolve(context, layout=layout), Runtime(recomputes=self.recomputes))
+            runtime = Runtime(recomputes=self.recomputes, warn=self.warn)
+            return open_stack(config, attrs.evolve(context, layout=layout), runtime)
         return server_client().open_stack(
             server_path(config),
             model=self.model,
