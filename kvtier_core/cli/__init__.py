@@ -21,14 +21,16 @@ from kvtier_core.config.versions import own_version
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.work.io_pool import run
 
-_COMMANDS = "check completion explain plugins status top"
+_COMMANDS = "completion plugins"
 _GROUP = "kvtier.commands"
 #: Commands of packages that are not always installed, and the extra that installs each.
 _EXTRAS = {
     "bench": "doctor",
+    "check": "doctor",
     "clear": "doctor",
     "conform": "testing",
     "doctor": "doctor",
+    "explain": "doctor",
     "fleet": "fleet",
     "fsck": "doctor",
     "identity": "vllm",
@@ -38,6 +40,8 @@ _EXTRAS = {
     "schema": "doctor",
     "serve": "serve",
     "simulate": "simulate",
+    "status": "doctor",
+    "top": "doctor",
 }
 
 

@@ -24,7 +24,6 @@ from patience import HANG, wait_until
 from servers.ports import free_port
 from test_ranks import REPORT
 
-from kvtier_core.cli.engines import ask
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.recorder import Recorder
@@ -40,6 +39,7 @@ from kvtier_core.telemetry.status_server import Server as StatusServer
 from kvtier_core.types import Event, EventKind, Namespace, Seconds
 from kvtier_core.work.io_pool import IOPool, run_aside
 from kvtier_disk.shared_account import FolderAccount
+from kvtier_doctor.engines import ask
 from kvtier_hosts.pages import PageStore
 from kvtier_remote.client import RemoteStack, Waits
 from kvtier_remote.connection import connect

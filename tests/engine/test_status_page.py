@@ -25,7 +25,7 @@ from outsiders import TEXTS, assert_tame
 from patience import HANG
 
 import kvtier_disk.plugin
-from kvtier_core.cli import main, top
+from kvtier_core.cli import main
 from kvtier_core.config.load import load_config
 from kvtier_core.config.open import log_warning
 from kvtier_core.config.registry import Registry
@@ -33,6 +33,7 @@ from kvtier_core.engine.request_view import KVIdentity
 from kvtier_core.telemetry.readings import Readings
 from kvtier_core.telemetry.status_page import StatusPage, Tenants
 from kvtier_core.types import Event, EventKind, Usage
+from kvtier_doctor import top
 
 ABOUT = {"engine": "e", "model": "tiny", "replica": 0, "identity": "ab" * 32, "cold": ""}
 PROMPT = [random.Random(1).randrange(1000) for _ in range(4 * CHUNK + 3)]
@@ -109,7 +110,7 @@ def test_a_page_needs_no_scheduler_side(path, capsys):
     """As in a server, whose clients have the requests."""
     readings = Readings()
     page = StatusPage(readings, lambda: [Usage("heap", 4, 512, 1024)], lambda tokens: {"tokens": len(tokens)})
-    page.open(str(path), ABOUT)
+    page.open(str(path), ABOUT, log_warning)
     try:
         readings.add([Event(EventKind.QUERIED, "heap", tokens=8), Event(EventKind.HIT, "heap", tokens=6)])
         page.count(b"", tokens=10, queried=8, loaded=6)

@@ -10,7 +10,10 @@ REPORT = "kvtier_core/config/quality.py"
 GATE = "tests/config/test_quality_gate.py::"
 OF_REPORTS = "tests/config/test_quality_report.py::"
 
-AGREES = "tests/engine/test_check_agrees.py::test_check_agrees_with_the_start_of_an_engine_and_changes_nothing"
+AGREES = (
+    "plugins/kvtier_doctor/tests/test_check_agrees.py"
+    "::test_check_agrees_with_the_start_of_an_engine_and_changes_nothing"
+)
 
 MUTANTS = (
     Mutant(
@@ -39,7 +42,7 @@ MUTANTS = (
         "plugins/kvtier_gds/kvtier_gds/slab.py",
         "- trial.taken[status.st_dev]",
         "",
-        "tests/engine/test_check_agrees.py::test_check_agrees_on_slabs_that_share_a_disk",
+        "plugins/kvtier_doctor/tests/test_check_agrees.py::test_check_agrees_on_slabs_that_share_a_disk",
     ),
     Mutant(
         "a-check-leaves-its-namespace-in-a-store",

@@ -12,7 +12,6 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.cli import tiers
 from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig, StoreTierConfig
@@ -22,6 +21,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.storekit.files import read_files, ring_works, write_files
 from kvtier_core.storekit.folder import folders
+from kvtier_doctor import tiers
 from kvtier_doctor.measure import Frames, aligned, copied, median
 from kvtier_doctor.stores import opened
 

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import attrs
 
-from kvtier_core.cli import tiers
-from kvtier_core.cli.host_files import stack_in
-from kvtier_core.cli.machine import available_memory
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.open import OpenedTier
@@ -23,8 +20,10 @@ from kvtier_core.storekit.folder import folders, nearest
 from kvtier_core.transfer.cuda.host_registration import page_tables
 from kvtier_core.types import Nbytes, size
 from kvtier_core.work.io_pool import run_within
-from kvtier_doctor import machine
+from kvtier_doctor import machine, tiers
+from kvtier_doctor.host_files import stack_in
 from kvtier_doctor.measure import Frames, median, seconds
+from kvtier_doctor.memory import available_memory
 from kvtier_doctor.stores import opened
 
 #: Frames that are written and read, and rounds of each measurement.

@@ -11,9 +11,9 @@ from pathlib import Path
 import attrs
 
 from kvtier_core import native
-from kvtier_core.cli.machine import available_memory, container_limit, number_in, text_of
 from kvtier_core.storekit.files import ring_works
 from kvtier_core.types import size
+from kvtier_doctor.memory import available_memory, container_limit, number_in, text_of
 
 #: A server with many connections and a disk tier may run out of descriptors if it has fewer.
 _FEW_FILES = 4096

@@ -19,9 +19,9 @@ from typing import Any
 
 import attrs
 
-from kvtier_core.cli import explain, top
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, agreed, table
 from kvtier_core.errors import BackendError, ConfigError
+from kvtier_doctor import explain, top
 from kvtier_fleet.fleet import Answers, Fleet
 from kvtier_fleet.seen import HEAD, Seen, row, speeds
 from kvtier_fleet.settings import load

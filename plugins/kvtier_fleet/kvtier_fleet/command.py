@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier_core.cli import top
 from kvtier_core.cli.output import Output
 from kvtier_core.errors import BackendError
 from kvtier_core.types import Nbytes, Seconds
+from kvtier_doctor import top
 from kvtier_fleet import actions
 from kvtier_fleet.fleet import Fleet
 from kvtier_fleet.settings import FleetSettings, load

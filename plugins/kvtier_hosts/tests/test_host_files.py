@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_core.cli import host_files, main
+from kvtier_core.cli import main
+from kvtier_doctor import host_files
 
 ROOT = Path(__file__).parents[3]
 VLLM = ROOT / "plugins/kvtier_vllm/kvtier_vllm/offloading.py"

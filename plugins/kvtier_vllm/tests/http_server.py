@@ -20,7 +20,7 @@ from patience import HANG
 from real_engines import MANY, Answer, Outcome
 from servers.ports import free_port
 
-from kvtier_core.cli import engines
+from kvtier_doctor import engines
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 from patience import HANG
 
-from kvtier_core.cli import engines
+from kvtier_doctor import engines
 from kvtier_remote import client
 
 # Read by vLLM when it is imported. What is set already is so on purpose: test_processes sets some.

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier_core.cli import explain, status, top
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, agreed, table
 from kvtier_core.errors import BackendError
 from kvtier_core.types import EnvSecret, Nbytes, Seconds, size
+from kvtier_doctor import explain, status, top
 from kvtier_serve.operators.asking import RunningServer
 
 #: Number of tenants that are shown: those with the most bytes.

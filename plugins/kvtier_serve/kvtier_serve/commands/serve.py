@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier_core.cli.check import programs_not_found
 from kvtier_core.cli.output import FINE, Output
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import UNIX, StackConfig
@@ -23,6 +22,7 @@ from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.storekit.trial import TrialFolder
 from kvtier_core.storekit.user_folders import runtime_folder
 from kvtier_core.types import Nbytes
+from kvtier_doctor.check import programs_not_found
 from kvtier_serve.commands import actions
 from kvtier_serve.operators.asking import RunningServer
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier_core.cli import engines, status
 from kvtier_core.cli.output import FINE, Output
 from kvtier_core.errors import BackendError
+from kvtier_doctor import engines, status
 
 #: Cursor to the top left; clear everything after it.
 _REDRAW = "\33[H\33[J"

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvtier_core.cli import engines
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.types import size
+from kvtier_doctor import engines
 
 _COLUMNS = ("tier", "holds", "of", "full", "chunks", "hit rate", "in flight", "pins", "saved", "state")
 #: The columns to omit first if the terminal is too narrow for all.

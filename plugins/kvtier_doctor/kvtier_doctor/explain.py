@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier_core.cli import engines
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.errors import BackendError
 from kvtier_core.telemetry.status_page import sources
+from kvtier_doctor import engines
 
 #: Number of hit lines shown if no request is named.
 _LAST = 10

@@ -14,8 +14,6 @@ from typing import Any
 import attrs
 
 from kvtier_core.builtin.heap import HeapConfig
-from kvtier_core.cli import machine, tiers
-from kvtier_core.cli.host_files import stack_in
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE, Output, table
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.quality import check_quality
@@ -28,6 +26,8 @@ from kvtier_core.layouts import KVGroup
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.storekit.folder import folders, nearest
 from kvtier_core.types import EnvSecret, Nbytes, size
+from kvtier_doctor import memory, tiers
+from kvtier_doctor.host_files import stack_in
 
 #: The ends of the paths of settings that no file has: of the arena that a tier brings itself.
 _DERIVED = (".staging.type", ".staging.capacity")
@@ -119,7 +119,7 @@ def _must_suit(config: StackConfig, options: argparse.Namespace, output: Output)
 
 def _of_machine(config: StackConfig) -> Iterator[tuple[Problem, bool]]:
     """Each problem, and whether an engine does not start with it."""
-    needed, there = sum(tier.capacity for tier in config.arenas), machine.whole_memory()
+    needed, there = sum(tier.capacity for tier in config.arenas), memory.whole_memory()
     if needed > there:
         why = f"memory tiers need {size(needed)}, but this machine has {size(there)}"
         yield config.problem(config.path_of(0), why, "lower the capacity"), True
@@ -196,7 +196,7 @@ def _say_sizes(config: StackConfig, token: Nbytes, output: Output) -> list[str]:
 def _needs(config: StackConfig) -> Iterator[tuple[str, Nbytes, Nbytes]]:
     """The needs of the tiers on this machine, memory and space in each folder; and the amounts that are available."""
     arenas = Nbytes(sum(tier.capacity for tier in config.arenas))
-    yield "memory", arenas, Nbytes(machine.available_memory())
+    yield "memory", arenas, Nbytes(memory.available_memory())
     for tier in config.tiers:
         if tier.config.medium is Medium.DISK and tier.capacity:
             for folder in folders(tier):

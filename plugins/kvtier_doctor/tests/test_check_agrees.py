@@ -19,7 +19,7 @@ from opened import kubelet_opens
 from servers.ports import free_port
 from sizes import LONG
 
-from kvtier_core.cli import main, tiers
+from kvtier_core.cli import main
 from kvtier_core.cli.output import FINE, PROBLEMS, USAGE, Output
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
@@ -27,6 +27,7 @@ from kvtier_core.engine.messages import Refusal, WorkerReport
 from kvtier_core.engine.start.startup import Engine, Identity
 from kvtier_core.errors import ConfigError
 from kvtier_core.types import Namespace
+from kvtier_doctor import tiers
 
 CPU = "{type: cpu, capacity: 64MiB, huge_pages: off}"
 PORT, SOCKET, HERE = "{type: prometheus, port: PORT}", "{type: prometheus, socket: HERE/metrics}", "HERE"
@@ -225,8 +226,11 @@ def start(text, folder, caplog):
         opened_engine("kvtier", text, folder).close()
     except ConfigError as error:
         return sorted(each.path for each in error.problems), []
-    warnings = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    return [], sorted(map(named, warnings))
+    return [], sorted(map(named, warnings(caplog)))
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
 def named(line):
@@ -234,17 +238,18 @@ def named(line):
     return re.match(r"(kvtier: )?([^:]*)(.*?(\$[^:]*))?", line).group(2, 4)
 
 
-def check(text, folder, capsys):
+def check(text, folder, capsys, caplog):
     """The same of a check, which changes nothing."""
     (folder / "kvtier.yaml").write_text(text.replace("HERE", str(folder)))
     capsys.readouterr()
+    caplog.clear()
     before = seen(folder)
     status = main(["check", str(folder / "kvtier.yaml"), "--open", "--json"])
     after = seen(folder)
     assert after == before
     told = json.loads(capsys.readouterr().out)
     assert status == (PROBLEMS if "problems" in told else FINE)
-    without = *told.get("quality", ()), *told.get("without", ())
+    without = [*told.get("quality", ()), *told.get("without", ()), *warnings(caplog)] if status == FINE else []
     return sorted(each["path"] for each in told.get("problems", ())), sorted(map(named, without))
 
 
@@ -343,7 +348,7 @@ def test_check_agrees_on_a_disk_without_inodes(tmp_path, made, good, tier, capsy
 
 def agrees(text, folder, capsys, caplog):
     """Does an engine start? A check says so."""
-    checked = check(text, folder, capsys)
+    checked = check(text, folder, capsys, caplog)
     started = start(text, folder, caplog)
     # What shows without opening anything is told before anything is opened.
     assert checked == started or (started[0] and checked[0] and not checked[1])
