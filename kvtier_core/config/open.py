@@ -17,6 +17,7 @@ import attrs
 from kvtier_core.builtin.packed_slots import OfUnpacked
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config.guard import PluginCall
+from kvtier_core.config.later import LaterTiers
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.quality import check_quality
 from kvtier_core.config.suitable import unset_secrets, unsuitable
@@ -120,7 +121,8 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         copied: deque[ChunkKey] = deque(maxlen=_REMEMBERED_COPIES)
         stored: list[StoredFrames] = []
         ctx = attrs.evolve(ctx, sealed=sealed, copied=copied, stored=stored)
-        problems = functools.partial(_unless_optional, collector)
+        absent: list[_Opening] = []
+        problems = functools.partial(_unless_optional, collector, absent)
         opened: list[OpenedTier] = []
         for number, tier in enumerate(config.tiers):
             opening = _Opening(config, number, tier, runtime, closing.enter_context(contextlib.ExitStack()))
@@ -137,8 +139,13 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         if config.has_peers and isinstance(levels[0], Arena):
             levels[0].sealed, levels[0].copied = sealed, copied
         chosen = {tier.name: ", ".join(_chosen(tier)) for tier in config.tiers}
+        later = None
+        if absent:
+            tiers = [functools.partial(opening.open_later, ctx, stored) for opening in absent]
+            later = LaterTiers(tiers, _pool("later", 1, runtime, closing), runtime.clock)
         of_all = functools.partial(StorageManager, namespace=ctx.namespace, layout=ctx.layout, clock=runtime.clock)
-        manager = of_all(levels, pool=pool, media=media, chosen=chosen, seals_all=runtime.seals_all or config.has_peers)
+        all_sealed = runtime.seals_all or config.has_peers
+        manager = of_all(levels, pool=pool, media=media, chosen=chosen, seals_all=all_sealed, later=later)
         closing.pop_all()
     return manager
 
@@ -307,6 +314,20 @@ class _Opening:
             )
         )
 
+    def open_later(self, ctx: OpenContext, stored: list[StoredFrames]) -> StoreTier:
+        """The tier, without which the stack has started. Raises ConfigError."""
+        with contextlib.ExitStack() as closing:
+            opening = attrs.evolve(self, closing=closing)
+            opened = opening.open(ctx)
+            tier = opening.start(opened, 0)
+            closing.pop_all()
+        assert isinstance(tier, StoreTier), "an arena is required"
+        tier.not_direct = "it was opened after the engine started"
+        if isinstance(opened.store, ShownStore):
+            stored.append(opened.store)
+        logger.info("kvtier: %s: opened, and used from now on", tier.name)
+        return tier
+
     def _why_not_direct(self, tier: StoreTierConfig, opened: OpenedTier) -> str:
         """Why workers may not read the frames of this store directly; empty if they may."""
         if not isinstance(opened.store, SupportsDirectReads) or not opened.store.reader_handle():
@@ -393,8 +414,8 @@ def _contradiction(arena: AllocatorBackend, ctx: OpenContext) -> str:
 
 
 @contextlib.contextmanager
-def _unless_optional(collector: ProblemCollector, opening: _Opening) -> Iterator[None]:
-    """Add the problems of a tier to ``collector``; or, if the stack starts without it, warn and close the tier."""
+def _unless_optional(collector: ProblemCollector, absent: list[_Opening], opening: _Opening) -> Iterator[None]:
+    """Add the problems of a tier to ``collector``; or, if it is not required, warn and add it to ``absent``."""
     try:
         yield
     except ConfigError as error:
@@ -402,6 +423,7 @@ def _unless_optional(collector: ProblemCollector, opening: _Opening) -> Iterator
             collector.problems += error.problems
         else:
             opening.closing.close()
+            absent.append(opening)
             why = str(error).replace("\n", "; ")
             opening.runtime.warn(f"{opening.tier.name}: not opened, and not required: {why}")
 

@@ -1,14 +1,16 @@
-"""The interface of a stack to the scheduler side of an engine, wherever the stack is."""
+"""The interface of a stack to the scheduler side of an engine, wherever the stack is; and to what opens its tiers."""
 
 from __future__ import annotations
 
 import abc
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces import Medium
 from kvtier_core.stack.outcomes import ANY, Lookup, Terms, Whereabouts
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
 
 
@@ -227,3 +229,15 @@ class Stack(ProcessBound, Lookups, Stores, Attachments, Insight, closing={"close
     @abc.abstractmethod
     def close(self, timeout: float = 5.0) -> list[Event]:
         """Wait up to ``timeout`` seconds for writes under way, then close every tier. May be called twice."""
+
+
+class Later(Protocol):
+    """Opens store tiers that could not be opened with the stack."""
+
+    namespace: Namespace | None  #: replaces the one with which they are opened
+
+    def step(self) -> StoreTier | None:
+        """A tier that is open now, if there is one; the caller closes it."""
+
+    def close(self, timeout: float) -> None:
+        """Open no more tiers."""

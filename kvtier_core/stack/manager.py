@@ -17,7 +17,7 @@ from kvtier_core.outside import printable
 from kvtier_core.stack.admission import AdmissionPlan, Level, Reservations
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.interface import Stack
+from kvtier_core.stack.interface import Later, Stack
 from kvtier_core.stack.lookup.boundaries import BoundarySearch
 from kvtier_core.stack.lookup.chain import ChainSearch
 from kvtier_core.stack.lookup.leases import Leases
@@ -74,27 +74,29 @@ class StorageManager(Stack):
         chosen: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         seals_all: bool = False,
+        later: Later | None = None,
     ):
-        """``media`` and ``chosen``, words for the log, are by tier name; ``clock`` returns seconds; ``seals_all`` also
-        seals chunks that no tier takes.
+        """``media`` and ``chosen``, words for the log, are by tier name, for tiers that open ``later`` too; ``clock``
+        returns seconds; ``seals_all`` also seals chunks that no tier takes.
         """
-        self._levels = tuple(levels)
+        self._levels = list(levels)
         self.arenas: Sequence[Arena] = [level for level in levels if isinstance(level, Arena)]
-        self.tiers: Sequence[StoreTier] = [level for level in levels if isinstance(level, StoreTier)]
+        self.tiers = [level for level in levels if isinstance(level, StoreTier)]
         if not self.arenas or self._levels[0] is not self.arenas[0]:
             raise ContractError("a stack must begin with an arena")
         self._hot = self.arenas[0]
         self._layout = layout
         self._pool = pool  # seals frames, and copies them from arena to arena
-        self.media = {level.name: (media or {}).get(level.name, Medium.UNSPECIFIED) for level in levels}
+        self.media = dict(media or {level.name: Medium.UNSPECIFIED for level in levels})
         self._chosen = chosen or {}
         self.shared = [tier.name for tier in self.tiers if tier.backend.shared]
         self._clock = clock
         self._seals_all = seals_all
+        self._later = later
         self._events: list[Event] = []
         self._write_through = WriteThrough(
             self._hot,
-            self._levels[1:],
+            self._levels,
             namespace=namespace,
             layout=layout,
             pool=pool,
@@ -293,6 +295,8 @@ class StorageManager(Stack):
         for pool in self._pools():
             pool.step()
         self._promotions.start(self._search.has_slot)
+        if self._later and (opened := self._later.step()):
+            self._add(opened)
         for arena in self.arenas:
             self._leases.wake(arena.take_settled())
         for tier in self.tiers:
@@ -315,6 +319,8 @@ class StorageManager(Stack):
 
     def invalidate_all(self, namespace: Namespace) -> None:
         self._write_through.namespace = namespace
+        if self._later:
+            self._later.namespace = namespace
         for arena in self.arenas:
             arena.invalidate_all()
         for tier in self.tiers:
@@ -343,6 +349,8 @@ class StorageManager(Stack):
         def left() -> float:
             return max(1.0, deadline - time.monotonic())
 
+        if self._later:
+            self._later.close(left())
         idle = self._pool.close(left())
         for tier in self.tiers:
             idle = tier.close(left()) and idle
@@ -441,6 +449,14 @@ class StorageManager(Stack):
         return f"{tier} holds another namespace: {name} was {there or 'not there'}, is {here or 'not there'}{more}"
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _add(self, tier: StoreTier) -> None:
+        """A tier was opened later: it takes its place in the stack."""
+        order = list(self.media).index
+        self._levels.append(tier)
+        self._levels.sort(key=lambda level: order(level.name))
+        self.tiers[:] = [level for level in self._levels if isinstance(level, StoreTier)]
+        self.shared = [tier.name for tier in self.tiers if tier.backend.shared]
 
     def _note(self, path: Sequence[ChunkKey], salt: bytes) -> None:
         for tier in self.tiers if salt else ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
 import attrs
@@ -61,7 +61,8 @@ class Promotions:
         self._leases = leases
         self._make_room = make_room
         self._arrived = arrived
-        self._queues: dict[StoreTier, OrderedDict[ChunkKey, _Request]] = {tier: OrderedDict() for tier in tiers}
+        self._tiers = tiers
+        self._queues: defaultdict[StoreTier, OrderedDict[ChunkKey, _Request]] = defaultdict(OrderedDict)
         self._unawaited: set[ChunkKey] = set()
         self._reading: dict[ChunkKey, _Request] = {}
         self._queries: dict[ChunkKey, _Request] = {}  # keys that stores are asked for
@@ -87,7 +88,7 @@ class Promotions:
 
         if blocked(path[at]):
             return Requested()
-        for tier in self._queues:
+        for tier in self._tiers:
             if not tier.is_direct(terms.not_direct) and (run := tier.readable(path, at)):
                 keys = leading_run(path[at : at + run], lambda key: not blocked(key))
                 choice = tier.choose(len(keys), terms.limit)
@@ -113,8 +114,8 @@ class Promotions:
         self._take_answers(taken)
         if any(self._queues.values()):
             self.stalled = False
-        for tier, queue in self._queues.items():
-            if queue:
+        for tier in self._tiers:
+            if queue := self._queues[tier]:
                 self._start(tier, queue, taken)
             for key in self._unawaited.union(self.probes.difference(self._reading)) if queue else ():
                 queue.pop(key, None)
@@ -164,9 +165,9 @@ class Promotions:
 
     def _ask(self, path: Sequence[ChunkKey], at: int, terms: Terms) -> Requested:
         """Ask all shared stores at the same time for the chunks of a path that no index has."""
-        runs = {tier: tier.remote.request(path, at) for tier in self._queues}
+        runs = {tier: tier.remote.request(path, at) for tier in self._tiers}
         self._queries.update(_named(path, at, max(runs.values(), default=0), terms))
-        awaited = [tier for tier in self._queues if runs[tier] and tier.chooser.worth_asking(runs[tier], terms.limit)]
+        awaited = [tier for tier in self._tiers if runs[tier] and tier.chooser.worth_asking(runs[tier], terms.limit)]
         if not awaited:
             return Requested()
         return Requested(max(runs[tier] for tier in awaited), awaited[0].name)
@@ -176,7 +177,7 @@ class Promotions:
 
         No request need name the path again. Chunks after a missing one are left alone.
         """
-        for tier in self._queues:
+        for tier in self._tiers:
             answered, found = tier.remote.take_answers()
             requested: dict[ChunkKey, _Request] = {}
             for key in found:
@@ -187,7 +188,7 @@ class Promotions:
                 choice = tier.choose(len(requested), next(iter(requested.values())).terms.limit)
                 self._add(tier, dict(list(requested.items())[: choice.chunks]))
             for key in answered:
-                if not any(key in each.remote for each in self._queues):
+                if not any(key in each.remote for each in self._tiers):
                     self._queries.pop(key, None)
             self._leases.wake([key for key in answered if key not in self._queues[tier]])
 

@@ -30,7 +30,7 @@ class WriteThrough:
     def __init__(
         self,
         hot: Arena,
-        below: Sequence[Level],
+        levels: Sequence[Level],
         *,
         namespace: Namespace,
         layout: ChunkLayout,
@@ -40,7 +40,7 @@ class WriteThrough:
     ):
         self.namespace = namespace  #: of the frames that are sealed from now on
         self._hot = hot
-        self._below = below
+        self._levels = levels  # the first one is the hottest arena; others may still come
         self._layout = layout
         self._pool = pool
         self._make_room = make_room
@@ -49,11 +49,11 @@ class WriteThrough:
 
     def plan(self, path: Sequence[ChunkKey], salt: bytes) -> AdmissionPlan:
         """The chunks of a path that each tier below would take now. ``salt`` is that of the request."""
-        return AdmissionPlan(self._below, path, dict.fromkeys(path, salt) if salt else {})
+        return AdmissionPlan(self._levels[1:], path, dict.fromkeys(path, salt) if salt else {})
 
     def offer_again(self, path: Sequence[ChunkKey], salt: bytes) -> None:
         """Write the READY chunks of a path that a tier below lacks and would take now."""
-        if self._below:
+        if len(self._levels) > 1:
             held = self._hot.exact([*path, *self._hot.index.other_parts(path)])
             held = [key for key in held if key not in self._sealing]
             self.begin(held, {}, self.plan(held, salt))
@@ -87,7 +87,7 @@ class WriteThrough:
 
         Chunks that passed through a lossy codec are not written anywhere: readers would mistake them for exact ones.
         """
-        for level in self._below:
+        for level in self._levels[1:]:
             admitted = plan.keys_for(level, self._hot.exact(keys))
             if not admitted:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protections.mutant import Mutant
 
+LATER = "tests/stack/test_later.py::"
 STOREKIT = "kvtier_core/storekit"
 GDS_SECURITY = "plugins/kvtier_gds/tests/test_gds_security.py::"
 DISK_SECURITY = "plugins/kvtier_disk/tests/test_disk_security.py::"
@@ -260,6 +261,27 @@ MUTANTS = (
         "        if isinstance(opening.tier, ArenaTierConfig) or opening.tier.required:\n",
         "        if isinstance(opening.tier, ArenaTierConfig):\n",
         "tests/config/test_config.py::test_all_tiers_open_or_none_and_every_reason_is_reported",
+    ),
+    Mutant(
+        "a-late-tier-keeps-the-old-weights",
+        "kvtier_core/config/later.py",
+        "        if self.namespace is not None:\n",
+        "        if False:\n",
+        LATER + "test_a_tier_that_opens_after_a_change_of_weights_has_nothing_from_before_it",
+    ),
+    Mutant(
+        "a-late-tier-is-the-last",
+        "kvtier_core/stack/manager.py",
+        "        self._levels.sort(key=lambda level: order(level.name))\n",
+        "",
+        LATER + "test_the_next_engine_takes_a_folder_over",
+    ),
+    Mutant(
+        "what-opens-at-the-end-stays-open",
+        "kvtier_core/config/later.py",
+        "            tier.close(timeout)\n",
+        "            pass\n",
+        LATER + "test_a_store_that_hangs_while_it_opens_delays_no_step_and_no_end",
     ),
     Mutant(
         "any-folder-inside",

@@ -41,13 +41,10 @@ _HEADER = struct.Struct("<QII")
 _REQUEST_NBYTES, _NODE_NBYTES = 8 + 4, 4 + KEY_NBYTES
 
 
-def keys_beside(digest: bytes) -> list[ChunkKey]:
-    """The keys of everything that a tier with this namespace may store beside its chunks."""
-    return [key_of(digest), *_keys(digest)]
-
-
-def _keys(digest: bytes) -> list[ChunkKey]:
-    return [derived_key(b"what was requested %d" % number, digest) for number in range(_MOST)]
+@functools.lru_cache(64)
+def keys_beside(digest: bytes) -> tuple[ChunkKey, ...]:
+    """The keys of everything that a tier with this namespace may store beside its chunks: first its policy's state."""
+    return key_of(digest), *(derived_key(b"what was requested %d" % number, digest) for number in range(_MOST))
 
 
 class _Segment:
@@ -156,7 +153,7 @@ class RequestLog(Kept):
         has_room = frame > FRAME_HEADER_NBYTES and not backend.shared and isinstance(backend, SupportsListing)
         self.nbytes = min(room // frame, _MOST) * frame if has_room else 0
         # One frame less than there is room for: a store may have an old one until the new one is whole.
-        self._places = _keys(codec.namespace.digest)[: self.nbytes // frame - 1] if has_room else []
+        self._places = list(keys_beside(codec.namespace.digest)[1 : self.nbytes // frame]) if has_room else []
         self.frames = dict.fromkeys(self._places, frame)
         self.erasing = False  #: is something in the log still to be erased?
         self._length = frame - FRAME_HEADER_NBYTES
