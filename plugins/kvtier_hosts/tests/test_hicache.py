@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from chunk_files import sizes
 from patience import HANG
 from servers.redis import one_server
 from sglang_on_the_cpu import PAGE, Host, host_pool, latent_pool, model, settings
@@ -52,7 +53,7 @@ def disk(path: Path, capacity: str = "64MiB", **settings) -> dict:
 
 
 def frames(path: Path) -> list[Path]:
-    return [file for file in path.rglob("*") if file.is_file() and file.stat().st_size == FRAME]
+    return [file for file, nbytes in sizes(path).items() if nbytes == FRAME]
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chunk_files import sizes
 from outsiders import TEXTS, assert_tame
 from patience import HANG, wait_until
 from servers.redis import one_server
@@ -158,7 +159,7 @@ def adapter(tmp_path, model) -> Iterator:
 
 
 def objects_in(folder: Path) -> list[Path]:
-    return [file for file in folder.rglob("*") if file.is_file() and file.stat().st_size >= NBYTES]
+    return [file for file, nbytes in sizes(folder).items() if nbytes >= NBYTES]
 
 
 def flip(file: Path) -> None:

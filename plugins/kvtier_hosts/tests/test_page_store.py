@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from chunk_files import sizes
 from disks import tmpfs
 from faulty_backend import hanging
 from patience import wait_until
@@ -87,11 +87,7 @@ def disk(path, capacity="64MiB", **settings):
 
 
 def frames(path):
-    found = []
-    for file in path.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
-            found += [file] if file.stat().st_size == FRAME else []
-    return found
+    return [file for file, nbytes in sizes(path).items() if nbytes == FRAME]
 
 
 def test_pages_that_were_put_are_found_and_read(host, tmp_path):

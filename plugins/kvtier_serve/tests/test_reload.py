@@ -8,6 +8,7 @@ import signal
 
 import pytest
 from books import used
+from chunk_files import sizes
 from patience import HANG, wait_until
 from served import FRAME, config_of, serving
 from servers.kvtier import KVTIER
@@ -74,11 +75,7 @@ def held(client, number=1):
 
 def lying(folder):
     """The bytes of the frames in a folder, from which some may be leaving."""
-    sizes = []
-    for file in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            sizes.append(file.stat().st_size)
-    return sizes.count(FRAME) * FRAME
+    return [*sizes(folder).values()].count(FRAME) * FRAME
 
 
 @pytest.mark.parametrize("at_once", [4, 64])
@@ -95,12 +92,7 @@ def test_a_disk_keeps_within_another_capacity_and_frames_leave_for_a_smaller_one
     (changed,) = client("reload")["changed"]
     assert changed == f"$.tiers[1].capacity: {Nbytes(40 * FRAME)} -> {Nbytes(10 * FRAME)}"
     wait_until(lambda: held(client)["capacity"] == 10 * FRAME and held(client)["chunks"] == 10)
-    wait_until(
-        lambda: (
-            sum(file.stat().st_size for file in (tmp_path / "disk").rglob("*") if file.stat().st_size == FRAME)
-            <= 10 * FRAME
-        )
-    )
+    wait_until(lambda: lying(tmp_path / "disk") <= 10 * FRAME)
     files.change(capacity=f"{50 * FRAME}B")
     client("reload")
     store(stack, make_keys(60)[30:])

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import tiny_hybrids
 from chaos import HANG, POOL, Life, arenas_of, asked, make_plugin
+from chunk_files import sizes
 from fork_server import ForkServer, pids
 from real_engines import CHUNK, Answer, cpu_and_disk
 from sizes import LONG
@@ -305,7 +306,7 @@ class Campaign:
     # -- looking at the folder ---------------------------------------------------------------------------
 
     def _frames(self) -> dict[str, Path]:
-        return {key_of(path): path for path in self._store.rglob("*.kv")}
+        return {key_of(path): path for path in sizes(self._store) if path.suffix == ".kv"}
 
     def _lying(self, number: int) -> list[str]:
         """The leading chunks of a prompt that lie on the disk for the engine alive, and that nobody harmed."""

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from chunk_files import sizes
 from patience import wait_until
 from real_engines import prompt
 from servers.lmcache import LMCacheServer, hide_what_vllm_cannot_search
@@ -62,4 +63,4 @@ def test_an_engine_finds_after_a_restart_of_the_server_what_is_whole(engine, ser
 
 
 def frames(folder: Path) -> list[Path]:
-    return [file for file in (folder / "disk").rglob("*") if file.is_file() and file.stat().st_size > 64 << 10]
+    return [file for file, nbytes in sizes(folder / "disk").items() if nbytes > 64 << 10]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chunk_files import sizes
 from disks import tmpfs
 from faulty_backend import hanging
 from patience import HANG, wait_until
@@ -119,7 +120,7 @@ def store(offloading, config, **options) -> None:
 
 def frames(path):
     """The files that are long enough for a chunk."""
-    return [file for file in path.rglob("*") if file.is_file() and file.stat().st_size > 64 << 10]
+    return [file for file, nbytes in sizes(path).items() if nbytes > 64 << 10]
 
 
 def same(answer: Answer, truth: Answer) -> bool:
