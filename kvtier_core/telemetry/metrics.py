@@ -46,7 +46,7 @@ METRICS = (
     Metric("kvtier_bypass_tokens", _COUNTER, "Tokens that were not looked up, or were faster to recompute", _REASON),
     Metric("kvtier_handed_over_tokens", _COUNTER, "Prompt tokens that are kept for the engine that continues them"),
     Metric("kvtier_not_kept_tokens", _COUNTER, "Tokens of such prompts that are not kept", _REASON),
-    Metric("kvtier_avoided_seconds", _COUNTER, "Seconds of computing that loading made unnecessary"),
+    Metric("kvtier_avoided_seconds", _COUNTER, "Seconds that requests did not wait for computing"),
     Metric("kvtier_waited_seconds", _COUNTER, "Seconds that requests waited for the tier"),
     Metric("kvtier_chunks", _COUNTER, "Frames to which anything else happened, by event", ("tier", "event")),
     Metric("kvtier_moved_bytes", _COUNTER, "Bytes of the frames that were moved, or deleted", _OPERATION),
@@ -62,6 +62,6 @@ METRICS = (
     Metric(
         "kvtier_net_seconds_saved",
         _GAUGE,
-        "Seconds of computing that loading made unnecessary, less those that requests waited",
+        "Seconds that requests did not wait for computing, less those that they waited for loads",
     ),
 )

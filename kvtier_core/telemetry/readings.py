@@ -55,7 +55,7 @@ class TierReadings:
     nbytes: Counter[EventKind] = attrs.field(factory=Counter)
     tokens: Counter[EventKind] = attrs.field(factory=Counter)  #: queried ones, and their outcomes
     declined: int = 0  #: tokens that it had, and that were faster to recompute
-    avoided: float = 0.0  #: seconds of computing the loaded tokens, except the unpriced ones; summed over requests
+    avoided: float = 0.0  #: seconds that all requests did not wait for computing loaded tokens, except the unpriced
     waited: float = 0.0  #: seconds that requests waited for the tier's chunks, and for their loads
     unpriced: int = 0  #: loaded tokens whose computing time is not known yet
 

@@ -213,6 +213,14 @@ def test_loads_before_the_speed_was_known_are_counted_once_it_is(served):
     assert net_shown([*early, *later]) == [("heap", pytest.approx(1.2)), ("disk", pytest.approx(-0.1))]
 
 
+def test_a_load_saves_computing_for_all_that_the_engine_serves_meanwhile(served):
+    host = served()
+    computes(host, 200)
+    host.side._waiting.step_planned(4, 0, 4)
+    avoided = [event.seconds for event in loaded_from_two_tiers(host, {}) if event.kind is EventKind.AVOIDED]
+    assert avoided == [pytest.approx(5 * 1.5), pytest.approx(5 * 0.5)]
+
+
 def net_shown(events):
     shown = Readings().add(events)
     return [(*each.labels, each.value) for each in shown if each.metric == "kvtier_net_seconds_saved"]

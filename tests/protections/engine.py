@@ -502,6 +502,13 @@ MUTANTS = (
         WAITING + "test_the_time_of_decoding_beside_a_prompt_is_not_the_prompts",
     ),
     Mutant(
+        "a-load-saves-nothing-for-others",
+        "kvtier_core/engine/scheduler/waiting.py",
+        "self._served + 1",
+        "1",
+        WAITING + "test_a_load_saves_computing_for_all_that_the_engine_serves_meanwhile",
+    ),
+    Mutant(
         "remainders-make-prompts-dear",
         "kvtier_core/engine/scheduler/waiting.py",
         "self._steps.setdefault(tokens.bit_length(),",

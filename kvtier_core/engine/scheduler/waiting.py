@@ -1,6 +1,7 @@
 """How long requests wait for tiers below the arenas, and the seconds that this cost and saved.
 
-The engine's own steps show how fast it computes prompts.
+The engine's own steps show how fast it computes prompts. What a step computes keeps all its requests waiting, so a load
+saves the time of computing for its own request and for each that the engine serves meanwhile.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Waiting:
     def __init__(self, config: StackConfig, chunk_tokens: int, clock: Callable[[], float]):
         """``clock`` returns seconds."""
         self.speed = PrefillSpeed()
-        self._unpriced: Counter[str] = Counter()  # tokens loaded before the speed was known, by tier
+        self._unpriced: Counter[str] = Counter()  # tokens loaded before the speed was known, by tier, for each request
+        self._served = 0  # requests in the step that was planned last
         self._chunk_tokens = chunk_tokens
         self._load_wait = config.load_wait
         self._always = config.load == "always"
@@ -136,8 +138,12 @@ class Waiting:
             return None
         return LoadLimit(chunk_seconds, self._load_wait - sum(state.wait.seconds.values()))
 
-    def step_planned(self, prompt: int, decoded: int) -> None:
-        """The engine asks about no more requests in this step, which computes ``prompt`` and ``decoded`` tokens."""
+    def step_planned(self, requests: int, prompt: int, decoded: int) -> None:
+        """The engine asks about no more requests in this step, which computes ``prompt`` and ``decoded`` tokens.
+
+        ``requests`` is the number of requests that it serves.
+        """
+        self._served = requests
         self.speed.planned(prompt, decoded, self._clock())
         self._last_step.until = self._clock()
         self._last_step, self._this_step = self._this_step, Asked()
@@ -193,14 +199,15 @@ class Waiting:
     def loaded(self, state: RequestState) -> Sequence[Event]:
         """The load of a request has ended well. Returns events with the seconds waited for each tier, and saved."""
         loading, total, told = self._clock() - state.load.begun, state.load.sources.total(), []
-        computing, request = self.speed.seconds(total), state.name
+        computing, request, waiting = self.speed.seconds(total), state.name, self._served + 1
         for tier, tokens in state.load.sources.items():
             waited = state.wait.seconds.pop(tier, 0.0) + loading * tokens / total
             if computing is None:
-                self._unpriced[tier] += tokens
+                self._unpriced[tier] += tokens * waiting
                 told += [Event(EventKind.WAITED, tier, seconds=waited, tokens=tokens, why=NOT_KNOWN, request=request)]
             else:
-                told += [Event(EventKind.AVOIDED, tier, seconds=computing * tokens / total, request=request)]
+                avoided = waiting * computing * tokens / total
+                told += [Event(EventKind.AVOIDED, tier, seconds=avoided, request=request)]
                 told += [Event(EventKind.WAITED, tier, seconds=waited, request=request)]
         return told + _wasted(state)
 

@@ -91,7 +91,7 @@ class TestTcp(RedisLaws):
 
     @contextlib.contextmanager
     def stalled_store(self, folder):
-        self.proxy.limit(100_000)
+        self.proxy.limit(10_000)  # a frame takes five times as long as a call may
         yield True
         self.proxy.heal()
 

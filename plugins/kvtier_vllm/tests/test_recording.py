@@ -40,11 +40,12 @@ def conversations(seed, rounds):
 def test_the_simulated_hits_of_a_recording_are_those_of_the_live_server(engine, tmp_path):
     """Memory for 12 chunks and a disk for 30: prompts are evicted, come up again, and are recomputed.
 
-    By `lru`: a recording rounds times to milliseconds, and `git` goes by them.
+    By `lru`: a recording rounds times to milliseconds, and `gittins` goes by them. A real disk keeps a 64th of its
+    capacity for its log of requests, a simulated one does not.
     """
     stack = cpu_and_disk(tmp_path / "disk", f"{12 * FRAME_NBYTES}B", record={"path": str(tmp_path / "traffic")})
-    memory, disk = stack["tiers"]
-    stack["tiers"] = [memory | {"eviction": "lru"}, disk | {"eviction": "lru", "capacity": f"{30 * FRAME_NBYTES}B"}]
+    for tier, frames in zip(stack["tiers"], (12, 31), strict=True):
+        tier |= {"eviction": "lru", "capacity": f"{frames * FRAME_NBYTES}B"}
     live = []
     with engine(stack, max_num_batched_tokens=2048, max_num_seqs=1) as served:
         for asked in conversations(1, 60):
@@ -52,6 +53,7 @@ def test_the_simulated_hits_of_a_recording_are_those_of_the_live_server(engine, 
             served.settle()
         served.assert_at_rest()
     trace = read_trace(recorded(tmp_path / "traffic"))
+    stack["tiers"][1]["capacity"] = f"{30 * FRAME_NBYTES}B"
     config = load_config(stack, Registry.discover())
     study = Study(trace, layout_of(CHUNK, TOKEN_NBYTES))
     hits = study.run(config).each
