@@ -18,6 +18,7 @@ from served import FRAME, PATIENT, serving
 from servers.stopping import stop
 from test_kills import at_rest, engine, server
 
+from kvtier_core.config import later
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
@@ -373,3 +374,25 @@ def test_the_usage_of_a_shared_store_is_what_all_its_users_have_there(tmp_path):
         (tier,) = list(first.server.spaces)[1].stack.tiers  # whose engine was the last to write
         usage = first.server.ask(tier.usage).result()
         assert (usage.chunks, usage.nbytes, usage.capacity) == (len(there), sum(there), 20 * FRAME)
+
+
+def test_the_next_server_takes_a_folder_over(tmp_path, monkeypatch):
+    """A tier that is not required opens once the former server, which has its folder, has ended."""
+    monkeypatch.setattr(later, "_EVERY", 0.05)
+    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "16MiB", "min_free": "0B", "required": False}
+    keys = make_keys(6)
+    (tmp_path / "next").mkdir()
+    with serving(tmp_path, 16, disk) as former:
+        stack = former.stack()
+        store(stack, keys)
+        stack.drain(HANG)
+        with serving(tmp_path / "next", 16, disk) as served:
+            stack = served.stack()
+            assert not stack.lookup(keys, "before").slots
+            stack.release("before")
+            (space,) = served.server.spaces
+            assert [usage.tier for usage in served.server.ask(space.stack.usage).result()] == ["cpu"]
+            former.close()
+            wait_until(lambda: len(served.server.ask(space.stack.usage).result()) == 2)
+            stack.on_request(keys)
+            steps_until(stack, lambda: len(stack.lookup(keys, "after").slots) == 6)
