@@ -111,7 +111,7 @@ def test_the_core_requires_four_small_packages(built):
         ("s3", {"kvtier-s3", "kvtier-doctor", "kvtier-vllm"}),
         ("serve", {"kvtier-serve"}),
         ("simulate", {"kvtier-simulate"}),
-        ("testing", {"kvtier-testing"}),
+        ("testing", {"kvtier-doctor", "kvtier-testing"}),
         ("vllm", {"kvtier-doctor", "kvtier-vllm"}),
         ("all", {"kvtier"}),
     ],
