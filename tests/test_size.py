@@ -23,7 +23,7 @@ DATA_PLANE = [
 BUDGETS = {
     "builtin": 500,
     "cli": 360,
-    "config": 2320,
+    "config": 2330,
     "encoding": 530,
     "engine": 3150,
     "frames": 620,

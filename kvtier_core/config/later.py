@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+from kvtier_core.config.model import StoreTierConfig
+from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import Namespace
 from kvtier_core.work.io_pool import Outcome, Pool
@@ -17,11 +19,25 @@ _EVERY = 60.0
 Open = Callable[[], StoreTier]
 
 
+def bound(stack: StorageManager, written: Mapping[str, StoreTierConfig]) -> None:
+    """Keep the store tiers of a stack within the bounds that are written for them now, by name; also later ones."""
+    for tier in stack.tiers:
+        _bound(tier, written[tier.name])
+    if isinstance(stack.later, LaterTiers):
+        stack.later.written = written
+
+
+def _bound(tier: StoreTier, written: StoreTierConfig) -> None:
+    capacity = written.capacity if written.resizable else None
+    tier.adjust(capacity or tier.capacity, written.inflight)
+
+
 class LaterTiers:
     """Tries the tiers in turn, on a thread. Every method is called on the owner's."""
 
     def __init__(self, tiers: Iterable[Open], pool: Pool, clock: Callable[[], float]):
         self.namespace: Namespace | None = None  #: replaces the one with which they are opened
+        self.written: Mapping[str, StoreTierConfig] = {}  #: tiers, by name, whose bounds have changed since
         self._left = deque(tiers)
         self._pool = pool
         self._clock = clock
@@ -41,6 +57,8 @@ class LaterTiers:
         opened = self._opened.pop()
         if self.namespace is not None:
             opened.invalidate_all(self.namespace)
+        if opened.name in self.written:
+            _bound(opened, self.written[opened.name])
         return opened
 
     def close(self, timeout: float) -> None:

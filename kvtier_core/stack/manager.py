@@ -92,7 +92,7 @@ class StorageManager(Stack):
         self.shared = [tier.name for tier in self.tiers if tier.backend.shared]
         self._clock = clock
         self._seals_all = seals_all
-        self._later = later
+        self.later = later
         self._events: list[Event] = []
         self._write_through = WriteThrough(
             self._hot,
@@ -295,7 +295,7 @@ class StorageManager(Stack):
         for pool in self._pools():
             pool.step()
         self._promotions.start(self._search.has_slot)
-        if self._later and (opened := self._later.step()):
+        if self.later and (opened := self.later.step()):
             self._add(opened)
         for arena in self.arenas:
             self._leases.wake(arena.take_settled())
@@ -319,8 +319,8 @@ class StorageManager(Stack):
 
     def invalidate_all(self, namespace: Namespace) -> None:
         self._write_through.namespace = namespace
-        if self._later:
-            self._later.namespace = namespace
+        if self.later:
+            self.later.namespace = namespace
         for arena in self.arenas:
             arena.invalidate_all()
         for tier in self.tiers:
@@ -349,8 +349,8 @@ class StorageManager(Stack):
         def left() -> float:
             return max(1.0, deadline - time.monotonic())
 
-        if self._later:
-            self._later.close(left())
+        if self.later:
+            self.later.close(left())
         idle = self._pool.close(left())
         for tier in self.tiers:
             idle = tier.close(left()) and idle

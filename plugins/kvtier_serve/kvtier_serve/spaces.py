@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import attrs
 
+from kvtier_core.config.later import bound
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.open import Runtime, open_stack
 from kvtier_core.errors import BackendError, ConfigError
@@ -339,8 +340,8 @@ class Spaces:
             if written.resizable and written.capacity < tier.longest
         ]:
             raise ConfigError(too_small)
-        for written, tier in tiers:
-            tier.adjust(written.capacity if written.resizable else tier.capacity, written.inflight)
+        for space in self:
+            bound(space.stack, bounds)
         self._config = config
 
     def _is_free(self, tier: StoreTierConfig) -> bool:

@@ -18,8 +18,10 @@ from test_serve_command import kvtier
 from test_shared_stack import steps_until, store
 from test_tenants import OURS, ask, path_of
 
+from kvtier_core.config import later
 from kvtier_core.errors import ConfigError
 from kvtier_core.stack.store_tier import tier
+from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.types import Nbytes
 from kvtier_serve.operators.access import TOKEN
 from kvtier_serve.operators.http import HTTP
@@ -107,6 +109,25 @@ def test_a_namespace_that_is_opened_later_has_the_capacity_of_the_file(reloaded)
     served.stack()
     assert held(client)["capacity"] == 10 * FRAME
     assert client("reload") == {"changed": [], "needs_restart": []}
+
+
+def test_a_tier_that_opens_later_has_the_capacity_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    monkeypatch.setattr(later, "_EVERY", 0.05)
+    files = Files(tmp_path)
+    files.change(required=False)
+    with contextlib.ExitStack() as former:
+        lock = FolderLock(tmp_path / "disk")
+        lock.take()
+        former.callback(lock.release)
+        with operated(tmp_path, files) as (served, client):
+            stack = served.stack()
+            assert len(client("status")["namespaces"][0]["tiers"]) == 1
+            files.change(capacity=f"{10 * FRAME}B")
+            assert len(client("reload")["changed"]) == 1
+            former.close()
+            steps_until(stack, lambda: len(client("status")["namespaces"][0]["tiers"]) == 2)
+            wait_until(lambda: held(client)["capacity"] == 10 * FRAME)
 
 
 def test_what_cannot_change_is_named_and_stays(reloaded, tmp_path):
