@@ -130,7 +130,7 @@ class EventKind(enum.Enum):
     HIT = "hit"  #: the tokens among these that the tier supplied
     MISSED = "missed"  #: the tokens that it did not have
     BYPASSED = "bypassed"  #: tokens that were not looked up, or that are faster to compute than to load
-    AVOIDED = "avoided"  #: computing time that a load made unnecessary, in seconds
+    AVOIDED = "avoided"  #: computing that requests did not wait for, because of a load, in seconds
     WAITED = "waited"  #: a request waited for the tier, in seconds
     HANDED_OVER = "handed_over"  #: tokens of a prompt that are kept for the engine that continues it
     NOT_KEPT = "not_kept"  #: the other tokens of its whole chunks

@@ -110,9 +110,7 @@ class StoreTierConfig:
     #: For a server: only engines of this model, as they name it, use the tier. By default a private store is for the
     #: namespace whose frames it holds, else for the first one.
     model: str | None = None
-    required: bool = (
-        True  #: ``false``: an engine starts without this tier if it cannot be opened, and tries again once a minute
-    )
+    required: bool = True  #: ``false``: if it does not open, an engine starts without it, and tries once a minute
     source: Source = attrs.field(default=Source(), eq=False, repr=False)
 
     @property
