@@ -73,7 +73,7 @@ def test_the_engine_that_decodes_has_the_prompt_from_the_one_that_computed_it(en
         beside(fork_server, model, first) as prefiller,
         engine({**node(address_of(first)), "load_wait": "5s"}) as decoder,
     ):
-        meets(address_of(first))
+        meets(decoder, address_of(first))
         words = prefill(prefiller, ASKED)
         assert (words["do_remote_prefill"], words["remote_num_tokens"]) == (True, 512)
         assert PREFILL.keys() <= words.keys()
@@ -91,7 +91,7 @@ def test_new_prompts_arrive_when_the_arena_of_the_first_engine_is_full(engine, f
         beside(fork_server, model, first) as prefiller,
         engine({**node(address_of(first)), "load_wait": f"{HANG}s"}) as decoder,
     ):
-        meets(address_of(first))
+        meets(decoder, address_of(first))
         for seed in range(200, 216):
             words = prefill(prefiller, prompt(seed, 530))
             assert words["remote_num_tokens"] == 512
@@ -120,7 +120,7 @@ def test_frames_of_a_slab_reach_the_other_engine_through_the_arena(
         beside(fork_server, model, first) as prefiller,
         engine({**node(address_of(first)), "load_wait": "5s"}) as decoder,
     ):
-        meets(address_of(first))
+        meets(decoder, address_of(first))
         words = prefill(prefiller, ASKED)
         assert (prefiller.outcome, words["remote_num_tokens"]) == (hit(530, gds=512), 512)
         assert decoder.ask(ASKED, parameters=words)[0].differs(expected) == 0
@@ -137,7 +137,7 @@ def test_a_prompt_whose_engine_ends_is_computed_after_load_wait(engine, fork_ser
         beside(fork_server, model, first) as prefiller,
         engine({**node(address_of(first)), "load_wait": "1s"}) as decoder,
     ):
-        meets(address_of(first))
+        meets(decoder, address_of(first))
         words = prefill(prefiller, ASKED)
         stop(prefiller.pid, how)
         assert decoder.ask(ASKED, parameters=words)[0].differs(truth) < NOISE
