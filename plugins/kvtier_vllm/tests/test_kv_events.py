@@ -623,6 +623,7 @@ def test_what_a_disk_in_trouble_holds_is_told(tmp_path, monkeypatch, trouble):
     goes_on.set()
     second.finish()
     assert second.view["STORAGE"] >= set(block_hashes(ASKED)[: 10 * CHUNK // BLOCK])
+    second.host.side.close()
 
 
 def test_an_answer_about_what_was_forgotten_meanwhile_tells_nothing(router):
