@@ -315,7 +315,7 @@ class _Opening:
         )
 
     def open_later(self, ctx: OpenContext, stored: list[StoredFrames]) -> StoreTier:
-        """The tier, without which the stack has started. Raises ConfigError."""
+        """Open and start the tier of a stack that has started without it. Raises ConfigError."""
         with contextlib.ExitStack() as closing:
             opening = attrs.evolve(self, closing=closing)
             opened = opening.open(ctx)

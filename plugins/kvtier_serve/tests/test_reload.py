@@ -123,6 +123,8 @@ def test_a_tier_that_opens_later_has_the_capacity_of_the_file(tmp_path, monkeypa
         with operated(tmp_path, files) as (served, client):
             stack = served.stack()
             assert len(client("status")["namespaces"][0]["tiers"]) == 1
+            receipt = client("erase", {"namespace": client("status")["namespaces"][0]["namespace"]})
+            assert "disk: not open; its chunks are found once it opens" in receipt["unreachable"]
             files.change(capacity=f"{10 * FRAME}B")
             assert len(client("reload")["changed"]) == 1
             former.close()

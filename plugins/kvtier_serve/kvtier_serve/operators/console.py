@@ -339,6 +339,11 @@ class Console:
         overwritten = {}
         unreachable = {"memory: what was evicted before is overwritten when its room is used again": None}
         for space in spaces:
+            tiers = list(space.stack.tiers)  # others may open meanwhile
+            absent = space.stack.media.keys() - {level.name for level in (*space.stack.arenas, *tiers)}
+            unreachable.update(
+                {f"{tier}: not open; its chunks are found once it opens": None for tier in sorted(absent)}
+            )
             for arena in space.stack.arenas:
                 deleted[arena.name] += 0
                 for some in _pieces(arena.of_tenant(None), _ERASED):
@@ -348,7 +353,7 @@ class Console:
                     yield
                 left[arena.name] += arena.erasing
                 overwritten[arena.name] = True
-            for tier in space.stack.tiers:
+            for tier in tiers:
                 unreachable.update(dict.fromkeys(f"{tier.name}: {why}" for why in _not_erased(tier, tenant)))
                 if tier.backend.shared:
                     continue
