@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sizes import some
 from source_copy import ROOT
 
 GATE = ["programs", "venv", "demo", "test", "docs"]
@@ -100,7 +101,7 @@ def test_what_fails_once_is_unstable_and_named_with_its_error(tmp_path):
     assert (status, failed) == (0, "") and unstable == "test_it.py::test_it: AssertionError: a defect\n"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TESTS if kind != "once"])
+@pytest.mark.parametrize("kind", some([kind for kind in TESTS if kind != "once"]))
 def test_whatever_else_goes_wrong_is_red(tmp_path, kind):
     status, failed, unstable = suite(tmp_path, it=TESTS[kind], other="def test_other(): pass")
     assert status == 1 and unstable == "" and failed.startswith("test_it.py")

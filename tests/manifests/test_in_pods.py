@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from kustomized import containers, file_of, objects, patched, volumes, workloads
 from pods import OPENSHIFT, ROOT, Pod
+from sizes import some
 
 #: That of the images.
 USER = 1000
@@ -79,12 +81,7 @@ def made_by_kubelet(volume, group):
 
 
 @pytest.mark.parametrize(
-    ("layout", "platform"),
-    [
-        ("server", KUBERNETES),
-        pytest.param("sidecar", KUBERNETES, marks=pytest.mark.more),
-        ("sidecar", ON_OPENSHIFT),
-    ],
+    ("layout", "platform"), some([("server", KUBERNETES), ("sidecar", KUBERNETES), ("sidecar", ON_OPENSHIFT)])
 )
 def test_a_server_passes_its_probes_serves_an_engine_and_finds_its_memory_again(layout, platform):
     started = Started(layout, platform)
@@ -102,13 +99,10 @@ def test_a_server_passes_its_probes_serves_an_engine_and_finds_its_memory_again(
 
 @pytest.mark.parametrize(
     ("layout", "platform"),
-    [
-        pytest.param("emptydir", KUBERNETES, marks=pytest.mark.more),
+    some(
+        [*itertools.product(["emptydir", "claim"], [KUBERNETES, ON_OPENSHIFT]), ("hostpath", KUBERNETES)],
         ("emptydir", ON_OPENSHIFT),
-        ("claim", KUBERNETES),
-        pytest.param("claim", ON_OPENSHIFT, marks=pytest.mark.more),
-        ("hostpath", KUBERNETES),
-    ],
+    ),
 )
 def test_an_engine_opens_its_tiers_and_finds_its_frames_again(layout, platform):
     started = Started(layout, platform)

@@ -112,6 +112,7 @@ def test_what_lies_beside_the_chunks_does_not_take_their_room(stack, tmp_path):
         assert serving.manager.usage()[1].chunks == 400 and not serving.seen
 
 
+@pytest.mark.more
 def test_slabs_above_a_bucket(stack, tmp_path, s3_server):  # noqa: F811
     bucket = f"{{type: s3, bucket: {BUCKET}, prefix: slabs, endpoint: '{s3_server.url}'}}"
     with stack(CPU, slabs(tmp_path), bucket) as serving:

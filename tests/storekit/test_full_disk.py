@@ -9,7 +9,8 @@ from serving import FRAME, Serving, files
 from kvtier_testing.samples import make_keys
 
 CHUNKS = 8
-PATHS = [make_keys(8 * 200)[i : i + CHUNKS] for i in range(0, 8 * 200, CHUNKS)]
+KEYS = make_keys(200 * CHUNKS)
+PATHS = [KEYS[i : i + CHUNKS] for i in range(0, len(KEYS), CHUNKS)]
 NBYTES = 8 << 20  # of the file system
 HALF = NBYTES // 2
 

@@ -821,6 +821,7 @@ def test_where_nothing_can_be_measured_pages_of_any_size_are_staged():
     assert cuda.c.fake_allocations() == 2, "what was allocated for it is freed"
 
 
+@pytest.mark.more
 def test_an_engine_that_leaves_no_memory_is_served_nevertheless(runtime):
     cuda = FakeCuda()
     cuda.fail("cuMemAlloc", times=2, result=2)  # for staged copies

@@ -29,7 +29,7 @@ from kvtier_core.errors import ConfigError
 from kvtier_core.types import Namespace
 from kvtier_doctor import tiers
 
-CPU = "{type: cpu, capacity: 64MiB, huge_pages: off}"
+CPU = "{type: cpu, capacity: 8MiB, huge_pages: off}"
 PORT, SOCKET, HERE = "{type: prometheus, port: PORT}", "{type: prometheus, socket: HERE/metrics}", "HERE"
 JSONL, RECORD = "{type: jsonl, path: HERE/events, capacity: 1MiB}", "record: {path: HERE/recorded}"
 STRANGER = 12345
@@ -127,8 +127,8 @@ REFUSED = {
     "a slab with another link": file_of(gds("linked")),
     "a slab whose table is a folder": file_of(gds("tabled")),
     "a slab without room": file_of(gds("slab", "1000TiB")),
-    "memory that is not there": file_of().replace("64MiB", "1000TiB"),
-    "memory without room for a chunk": file_of().replace("64MiB", "1KiB"),
+    "memory that is not there": file_of().replace("8MiB", "1000TiB"),
+    "memory without room for a chunk": file_of().replace("8MiB", "1KiB"),
     "a disk without room for a chunk": file_of(disk("store").replace("64MiB", "1KiB")),
     "kept memory of an engine": file_of().replace("off}", "off, keep: HERE/kept}"),
     "peers at a port in use": file_of("{type: peers, listen: '127.0.0.1:TAKEN'}"),
@@ -357,11 +357,11 @@ def agrees(text, folder, capsys, caplog):
 
 
 @pytest.fixture
-def strangers(monkeypatch, tmp_path):
+def strangers(monkeypatch, imported):
     """A folder of another account, which this process becomes; below ``locked`` only root finds anything."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
-    nothing_is_left_to_import(monkeypatch, tmp_path)
+    registry, commands = imported
+    monkeypatch.setattr(Registry, "discover", lambda: registry)
+    monkeypatch.setattr("kvtier_core.cli.entry_points", lambda group: commands)
     with tempfile.TemporaryDirectory(prefix="kvtier-stranger-") as home:
         folder = Path(home)
         (folder / "locked/inner").mkdir(parents=True, mode=0o700)
@@ -373,16 +373,18 @@ def strangers(monkeypatch, tmp_path):
             yield folder
 
 
-def nothing_is_left_to_import(monkeypatch, folder):
-    """The checkout, or a folder above it, may be its owner's alone."""
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """Plugins and commands, which import nothing any more: the checkout may be its owner's alone."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
     registry, commands = Registry.discover(), entry_points(group="kvtier.commands")
-    commands = [each for each in commands if each.value.startswith("kvtier_doctor.")]
+    folder = tmp_path_factory.mktemp("imported")
     for text, _ in (*LOCKED.values(), LOCKED["an optional disk"]):
         opened_engine("kvtier", text, folder).close()
     for name, *options in (("check", "--open"), ("doctor",), ("clear", "--yes")):
         main([name, str(folder / "kvtier.yaml"), *options])
-    monkeypatch.setattr(Registry, "discover", lambda: registry)
-    monkeypatch.setattr("kvtier_core.cli.entry_points", lambda group: commands)
+    return registry, [each for each in commands if each.value.startswith("kvtier_doctor.")]
 
 
 @contextlib.contextmanager

@@ -302,6 +302,7 @@ def test_declarations_are_read_again_each_time(nodes, fleet, tmp_path, monkeypat
     assert "'no size' is not a size" in err and "what was declared before stays" in err
 
 
+@pytest.mark.more
 def test_fifty_servers_of_which_some_are_killed_stopped_or_old(nodes, fleet, tmp_path):
     made = nodes(50)
     for node in made[:3]:

@@ -216,6 +216,7 @@ def _keys_in(paths):
     return [record.key for path in paths if path.exists() for record in records(path).values()]
 
 
+@pytest.mark.more
 def test_every_frame_left_by_a_kill_is_whole(three):
     spawn = multiprocessing.get_context("spawn")
     rng = random.Random(0)

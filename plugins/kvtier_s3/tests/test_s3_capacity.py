@@ -281,6 +281,7 @@ def test_any_frame_may_be_drawn(open_s3, bucket, config, few_at_a_time, monkeypa
     assert drawn == {each.name for each in frames_in(bucket, config.prefix)} and len(drawn) == len(keys)
 
 
+@pytest.mark.more
 def test_small_namespaces_leave_their_share_of_a_sample_to_large_ones(open_s3, bucket, config, few_at_a_time):
     write(open_s3(), make_keys(300))
     for model in ("a", "b", "c"):

@@ -34,6 +34,7 @@ def calls(backend):
     yield lambda: backend.delete(KEYS)
 
 
+@pytest.mark.more
 def test_a_store_that_is_gone_raises_and_one_that_is_back_serves(server, open_s3):
     backend = open_s3(endpoint=server.url)
     backend.write(KEYS, FRAMES)

@@ -236,6 +236,7 @@ def test_output_forges_no_line(ours, caplog):
     assert r"kvtier: program it: one\rtwo\x1b[2J\x00three" in caplog.messages
 
 
+@pytest.mark.more
 def test_a_program_that_floods_the_log_keeps_no_server_from_answering(served):
     with served.run(floods=["yes", "a word"]):
         wait_until(lambda: "program floods: a word" in served.log())

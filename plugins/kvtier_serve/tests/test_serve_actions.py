@@ -151,6 +151,7 @@ def test_a_reload_says_what_has_changed_and_what_needs_a_restart(served, ask):
     assert ask("reload")[2] == 2
 
 
+@pytest.mark.more
 def test_a_server_that_is_stopped_or_gone_is_told_apart(tmp_path, capsys):
     path = tmp_path / "s"
     with server(tmp_path, path) as stopped:

@@ -17,7 +17,7 @@ from disks import tmpfs
 from patience import HANG
 from servers.kvtier import KVTIER
 from servers.stopping import stop
-from sizes import every_third
+from sizes import every_third, some
 from test_kills import process, server
 
 from kvtier_serve.operators.access import TOKEN
@@ -139,7 +139,7 @@ def test_a_check_agrees_with_a_start_and_changes_nothing(tmp_path, which):
         assert started.stderr.splitlines()[-1] == checked.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("what", ["disk", "gds", "memory"])
+@pytest.mark.parametrize("what", some(["disk", "gds", "memory"]))
 def test_a_second_server_with_the_folder_of_a_first_is_refused_at_its_start(tmp_path, what):
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="second-") as home:
         (folder := Path(home) / "of-one").mkdir(mode=0o700)
@@ -161,6 +161,7 @@ def test_a_second_server_with_the_folder_of_a_first_is_refused_at_its_start(tmp_
         assert again.returncode == 0, "the lock ends with the server"
 
 
+@pytest.mark.more
 def test_kept_memory_without_room_for_its_journal_is_refused(tmp_path):
     with tmpfs(tmp_path, 16 << 20) as small:
         keep, file = small.folder / "kept", tmp_path / "kvtier.yaml"
@@ -214,6 +215,7 @@ def test_operators_may_be_answered_at_a_socket_elsewhere(file, tmp_path):
         assert there.stat().st_mode & 0o777 == 0o600 and not (tmp_path / "s.http").exists()
 
 
+@pytest.mark.more
 def test_a_probe_fails_while_the_server_is_stopped_and_when_there_is_none(tmp_path):
     path = tmp_path / "s"
     assert "No such file" in kvtier("serve", "--probe", path).stderr

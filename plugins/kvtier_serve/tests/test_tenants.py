@@ -47,7 +47,7 @@ def hit_rate(served, stack, *, flood, salt_of=lambda number: THEIRS):
     for salt in (OURS, OURS, THEIRS, THEIRS):  # who comes back has quotas of its own
         ask(stack, path_of(served, salt, 0, 1), salt)
     drawn, found, asked = random.Random(1), 0, 0
-    for number in range(200):
+    for number in range(60):
         path = path_of(served, OURS, drawn.randrange(4), 8)
         found, asked = found + ask(stack, path, OURS), asked + len(path)
         for each in range(number * flood, (number + 1) * flood):

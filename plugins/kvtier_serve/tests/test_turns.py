@@ -146,6 +146,7 @@ def full(tmp_path_factory):
     full.server.close(5.0)
 
 
+@pytest.mark.more
 def test_an_idle_turn_beside_many_namespaces_costs_little(full):
     assert full.worst() < MOST / 10
 
@@ -257,6 +258,7 @@ def test_an_engine_that_held_everything_ends_in_pieces(full):
     full.engine = full.sessions[0] = full.session("model 0")
 
 
+@pytest.mark.more
 def test_namespaces_come_and_go_beside_the_turns(full):
     arrived = []
     with OPENS.shut():

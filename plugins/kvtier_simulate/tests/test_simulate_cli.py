@@ -339,11 +339,13 @@ def test_a_plan_leaves_no_better_policy_in_one_of_its_tiers_untried(folder):
     assert upper != lower, "a trace on which the same policy is best in both shows nothing"
 
 
+@pytest.mark.more
 def test_a_plan_gives_memory_alone_a_policy_of_its_own(folder):
     _, alone = planned("--ram", "8%", "--ssd", "20%", "--policy", "lru,mru,lru2")
     assert alone.keys() == {("lru",), ("mru",), ("lru2",)}
 
 
+@pytest.mark.more
 def test_a_plan_is_written_in_few_digits(folder, capsys):
     assert main(["plan", "trace.jsonl", "--ram", "8%", "--ssd", "20%", "--policy", "lru"]) == 0
     sizes = re.findall(r"capacity: (\d+)([KMG]iB)", capsys.readouterr().out)

@@ -126,6 +126,7 @@ def ask_until_a_load(model, stack):
     Engine(Path(model), stack).ask(ASKED)
 
 
+@pytest.mark.more
 def test_an_engine_that_is_killed_in_a_load_leaves_all_that_it_had(
     engine, fork_server, model, tmp_path, own, ranges_read
 ):

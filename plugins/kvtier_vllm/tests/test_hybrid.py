@@ -248,6 +248,7 @@ def test_without_the_engines_prefix_cache(engine, hybrid, said):
     assert warm.differs(truth) < NOISE
 
 
+@pytest.mark.more
 def test_preempted_requests_continue(engine, float32):
     from vllm import SamplingParams
 

@@ -66,7 +66,7 @@ def test_keys_and_values_are_where_the_layout_says(engine, tmp_path, computed, o
         assert error < (0.2 if half.dtype == "bfloat16" else 1e-3), half
 
 
-@pytest.mark.parametrize(("serializer", "share", "error"), CODECS)
+@pytest.mark.parametrize(("serializer", "share", "error"), some(CODECS))
 def test_a_prompt_is_answered_from_what_a_codec_kept(engine, tmp_path, serializer, share, error):
     """The tiny model's answers are far from each other's if a token of the prompt is another one."""
     stack = cpu_and_disk(tmp_path)
@@ -105,6 +105,7 @@ def test_a_trained_model_says_the_same(engine, tmp_path, serializer):
     assert loaded.differs(own) < 0.3
 
 
+@pytest.mark.more
 def test_two_and_four_bits_never_meet_in_a_shared_store(engine, tmp_path):
     def stack(bits):
         made = cpu()

@@ -293,6 +293,7 @@ def test_a_chunk_outside_the_memory_of_vllm_is_a_failed_job(offloading, tmp_path
         assert first.ask().cached == 0
 
 
+@pytest.mark.more
 def test_a_full_disk_costs_hits_and_nothing_else(offloading, tmp_path, truth):
     with tmpfs(tmp_path, 4 << 20) as small:
         config = stack(disk(small.folder / "kv"))
@@ -339,6 +340,7 @@ def test_two_living_engines_share_a_redis(offloading, model, fork_server, tmp_pa
         assert same(Answer(tuple(tokens), tuple(logprobs), cached), truth)
 
 
+@pytest.mark.more
 def test_salts_never_meet(offloading, tmp_path):
     with offloading(stack(disk(tmp_path / "kv"))) as first:
         first.ask(salt="ours")

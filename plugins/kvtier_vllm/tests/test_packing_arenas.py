@@ -86,6 +86,7 @@ def test_other_kv_than_that_of_bfloat16_is_not_packed(engine, said):
     assert "kvtier: packing: auto -> off: not all KV is in bfloat16" in said()
 
 
+@pytest.mark.more
 def test_a_server_packs(engine, tmp_path, own):
     """And its workers read packed frames from its slabs."""
     of_server, options = of(tmp_path), {"enable_prefix_caching": False, "dtype": "bfloat16"}

@@ -68,6 +68,7 @@ def test_an_engine_with_other_ranks_finds_each_head_in_the_memory_of_another(eng
             assert reader.outcomes() == [hit(530, peers=512)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("packing", "dtype"), [("off", "float32"), ("auto", "bfloat16")])
 def test_an_answer_from_the_memory_of_another_engine_is_bit_equal(engine, fork_server, model, meets, packing, dtype):
     """Although that engine does nothing meanwhile. Who has read a chunk holds it, too."""
@@ -98,6 +99,7 @@ def below(stack, store):
     return {**stack, "tiers": [stack["tiers"][0], {"capacity": "64MiB", **store}, *stack["tiers"][1:]]}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("packing", "dtype"), [("off", "float32"), ("auto", "bfloat16")])
 @pytest.mark.parametrize("kind", some(["disk", "gds"]))
 def test_an_answer_from_the_disk_of_another_engine_is_bit_equal(

@@ -115,6 +115,7 @@ def test_an_engine_is_never_without_an_answer_while_its_server_is_replaced(engin
             served.assert_at_rest()
 
 
+@pytest.mark.more
 def test_an_engine_whose_worker_met_a_stopped_server_uses_it_later(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_PATIENCE", 0.1)
     asked = prompt(12, 530)
@@ -131,6 +132,7 @@ def test_an_engine_whose_worker_met_a_stopped_server_uses_it_later(engine, tmp_p
         served.assert_at_rest()
 
 
+@pytest.mark.more
 def test_a_server_that_is_replaced_under_load_keeps_its_memory(engine, tmp_path):
     """It is killed once and replaced once in the orderly way, while requests come; none fails or differs."""
     prompts = [prompt(seed, 530) for seed in (9, 10, 11)]
@@ -157,6 +159,7 @@ def test_a_server_that_is_replaced_under_load_keeps_its_memory(engine, tmp_path)
         served.assert_at_rest()
 
 
+@pytest.mark.more
 def test_two_models_share_one_budget(engine, fork_server, tmp_path, model):
     """Blocks of another length make slots of another length; the memory has room for both prompts, and not for more."""
     asked, wide = prompt(5, 530), {"block_size": 64}
@@ -199,6 +202,7 @@ def test_an_engine_that_is_killed_leaves_the_memory_to_others(engine, fork_serve
             served.assert_at_rest()
 
 
+@pytest.mark.more
 def test_ranks_of_a_restarted_engine_load_from_memory(fork_server, model, tmp_path):
     with serving(tmp_path):
         cold, *_ = run(fork_server, model, of(tmp_path), tensor_parallel_size=2)
@@ -207,6 +211,7 @@ def test_ranks_of_a_restarted_engine_load_from_memory(fork_server, model, tmp_pa
     assert largest_difference(warm, cold) < NOISE
 
 
+@pytest.mark.more
 def test_replicas_of_one_engine_share_what_each_stored(fork_server, model, tmp_path):
     with serving(tmp_path):
         answers, outcomes, _ = one_life(fork_server, model, of(tmp_path), [(0, 80), (1, 80), (1, 81), (0, 81)])

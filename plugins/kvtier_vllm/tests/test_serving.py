@@ -38,6 +38,7 @@ def test_a_hit_is_bit_equal_to_the_engines_own_prefix_hit(engine):
     assert warm.differs(cold) < NOISE
 
 
+@pytest.mark.more
 def test_without_the_engines_prefix_cache(engine):
     asked = prompt(1, 530)
     with engine() as plain:
@@ -78,6 +79,7 @@ def test_a_new_engine_is_served_from_disk_and_then_from_memory(engine, tmp_path)
     assert warm.differs(own) == again.differs(own) == 0
 
 
+@pytest.mark.more
 def test_part_from_memory_and_part_from_disk(engine, tmp_path):
     shared = prompt(6, 256)
     short, long = prompt(7, 260, shared), prompt(8, 530, shared)
@@ -140,6 +142,7 @@ def test_generated_tokens_are_kept_only_if_asked(engine, save_decode, cached):
     assert again.cached == cached
 
 
+@pytest.mark.more
 def test_preempted_requests_resume_with_what_they_generated(engine):
     asked = [prompt(20 + i, 200) for i in range(4)]
     with engine() as plain:
@@ -187,6 +190,7 @@ def test_other_weights_in_the_same_folder_do_not_hit(engine, said, tmp_path):
     assert cold[1][0].startswith(f"{COLD}weights ")
 
 
+@pytest.mark.more
 def test_an_arena_smaller_than_the_prompt(engine):
     asked = prompt(32, 1000)
     with engine() as plain:

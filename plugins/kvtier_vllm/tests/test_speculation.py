@@ -118,6 +118,7 @@ def make_another(folder):
 # -- what was rejected -----------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore:\\s*Encountered the use of a type that is scheduled for deprecation")  # numba's
 def test_a_rejected_draft_never_reaches_a_store(engine, drafting, tmp_path):
     """An engine that drafts nothing finds the chunks that were generated, and nothing else was stored."""

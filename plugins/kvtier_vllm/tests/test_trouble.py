@@ -35,6 +35,7 @@ def truth(model, asked):
     return answer
 
 
+@pytest.mark.more
 def test_aborts_at_every_moment_leave_nothing_behind(engine, tmp_path):
     from vllm import SamplingParams
 
