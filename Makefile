@@ -70,7 +70,8 @@ quick: $(VENV)/ready
 	$(SUITE) $(PARALLEL) --maxfail 12 $(sort $(wildcard $(QUICK)))
 
 # The gate, and all that takes longer. It goes on after a part that fails. FROM begins with one, WITHOUT leaves some out.
-CONDITIONS := one-core busy slow-disk offline user path tmpfs small-shm umask home locale time-zone
+# Conditions that have nothing to do with each other are tried together.
+CONDITIONS := one-core busy,slow-disk user path,home,umask,time-zone tmpfs,small-shm,offline,locale
 ALL := programs venv demo test docs test-dist test-more test-slow test-oldest test-lmcache test-hicache test-chance \
 	$(addprefix elsewhere-,$(CONDITIONS)) mutants bench-short sanitize fuzz
 
@@ -82,7 +83,7 @@ test-chance: export PYTHONHASHSEED := random
 test-chance: $(VENV)/ready
 	$(SUITE) $(PARALLEL) --hypothesis-profile chance
 
-# Tests that load, a place or a user could disturb, in one of CONDITIONS; DISTURBED= runs all tests there.
+# Tests that load, a place or a user could disturb, in some conditions; DISTURBED= runs all tests there.
 DISTURBED := $(addprefix plugins/,kvtier_disk/tests/test_shared_capacity.py kvtier_mooncake/tests/test_mooncake_trouble.py \
 	kvtier_peers/tests kvtier_redis/tests kvtier_s3/tests/test_s3_capacity.py kvtier_serve/tests \
 	$(patsubst %,kvtier_vllm/tests/test_%.py,bad_disks chaos disaggregation kv_events leaks peer_engines server)) \

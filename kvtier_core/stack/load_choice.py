@@ -133,10 +133,9 @@ class LoadChooser:
         in_time = self._speed.within(limit.wait) - queued_nbytes if limit.wait > 0 else 0
         fitting = int(max(0, min(chunks * nbytes, in_time))) // nbytes
         takes = self._speed.seconds(queued_nbytes + fitting * nbytes)
-        if fitting and takes is not None and takes <= fitting * limit.chunk_seconds:
+        if fitting and takes is not None and takes <= limit.computing(fitting):
             return LoadChoice(fitting)
-        declined = Declined(self._tier, chunks, needed, chunks * limit.chunk_seconds)
-        return LoadChoice(0, declined)
+        return LoadChoice(0, Declined(self._tier, chunks, needed, limit.computing(chunks)))
 
     @property
     def silence(self) -> float:
@@ -145,14 +144,14 @@ class LoadChooser:
 
     def _may_try(self, answer: float | None, chunks: int, limit: LoadLimit) -> bool:
         """Is the store's rate still unknown, and is its answer fast enough to try?"""
-        return self._speed.rate is None and (answer or 0.0) <= chunks * limit.chunk_seconds
+        return self._speed.rate is None and (answer or 0.0) <= limit.computing(chunks)
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
         """Should a request wait for the store's answer whether it has these chunks?"""
         if limit is None:
             return True
         expected = max(self._speed.answer or 0.0, self.silence)
-        return expected <= _QUESTION_SHARE * chunks * limit.chunk_seconds
+        return expected <= _QUESTION_SHARE * limit.computing(chunks)
 
     def probe(self, chunks: int, nbytes: int, queued_nbytes: int) -> int:
         """How many declined chunks to load anyway, with no request waiting, to measure the store again."""

@@ -17,8 +17,13 @@ _LONGEST = 1e100
 class LoadLimit:
     """The limit on a request's wait for chunks below the arenas."""
 
-    chunk_seconds: float  #: the engine's time to compute one chunk
+    chunk_seconds: float  #: the engine's time to compute the first chunk
     wait: float  #: seconds that the request may still wait
+    growth: float = 0.0  #: seconds by which each later chunk takes longer than the one before it
+
+    def computing(self, chunks: int) -> float:
+        """The seconds that the engine takes to compute so many chunks."""
+        return chunks * (self.chunk_seconds + (chunks - 1) / 2 * self.growth)
 
 
 def _names(tiers: Iterable[str]) -> tuple[str, ...]:

@@ -58,6 +58,7 @@ class Setup:
         if self.disk:
             disk = {"type": "disk", "path": str(self.disk), "capacity": f"{400 * frame}B", "min_free": "0B"}
             tiers.append(disk | {"eviction": "lru"})
-        # Answers are loaded too, so that chunks end where requests still write.
-        values = {"version": 1, "chunk_tokens": self.chunk_tokens, "load_wait": "10s", "save_decode": True}
-        return load_config(values | {"tiers": tiers}, Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin))
+        # Answers are loaded too, so that chunks end where requests still write; and no clock decides what is loaded.
+        values = {"version": 1, "chunk_tokens": self.chunk_tokens, "load": "always", "load_wait": "10s"}
+        values |= {"save_decode": True, "tiers": tiers}
+        return load_config(values, Registry.of(kvtier_cpu.plugin, kvtier_disk.plugin))

@@ -9,7 +9,7 @@ from patience import HANG
 from test_scheduler_side import said, stack  # noqa: F401 - fixtures
 
 from kvtier_core.engine.request_view import Bypass
-from kvtier_core.engine.scheduler.waiting import PrefillSpeed, Steps
+from kvtier_core.engine.scheduler.prefill_speed import Computed, Steps, pairs
 from kvtier_core.engine.step import ScheduledRequest, Step
 from kvtier_core.stack.outcomes import Arriving, Lookup
 from kvtier_core.telemetry.readings import Readings
@@ -19,110 +19,9 @@ CHUNKS = 4
 ASKED = prompt(1, CHUNKS * CHUNK + 3)
 
 
-# -- the engine's speed --------------------------------------------------------------------------------
-
-
-def steps(speed, *took, begun=0.0):
-    """One after the other: steps of so many tokens of prompts, so many others, and so many seconds."""
-    for prompt_tokens, others, seconds in took:
-        speed.planned(prompt_tokens, others, begun)
-        begun += seconds
-        speed.ended(begun)
-
-
-def rate(speed):
-    return 1 / speed.seconds(1)
-
-
-def test_the_speed_is_that_of_steps_that_compute_prompts():
-    speed = PrefillSpeed()
-    assert speed.seconds(1) is None
-    steps(speed, (2048, 0, 0.5), begun=10.0)
-    assert speed.seconds(1024) == 0.25
-    steps(speed, (8, 0, 1.0), begun=11.0)  # it takes as long for one token
-    assert rate(speed) == pytest.approx(4096.0)
-
-
-def test_decoding_says_nothing_of_the_speed_of_prompts():
-    speed = PrefillSpeed()
-    steps(speed, (2000, 0, 0.1), *[(0, 128, 0.025)] * 200)
-    assert rate(speed) == pytest.approx(20_000)
-
-
-def test_the_time_of_decoding_beside_a_prompt_is_not_the_prompts():
-    """Whatever its share of the tokens: decoding 128 takes 25 ms with or without the prompt."""
-    for tokens in (64, 512, 4096):
-        speed = PrefillSpeed()
-        steps(speed, *[(0, 128, 0.025)] * 3, *[(tokens, 128, 0.025 + tokens / 20_000)] * 50)
-        assert rate(speed) == pytest.approx(20_000)
-
-
-def test_fewer_tokens_than_were_decoded_before_are_taken_to_need_as_much_less_time():
-    speed = PrefillSpeed()
-    steps(speed, (0, 128, 0.02), (1000, 32, 0.105))
-    assert rate(speed) == pytest.approx(10_000)
-
-
-def test_decoding_that_was_never_seen_alone_has_its_share_of_the_step():
-    speed = PrefillSpeed()
-    steps(speed, (300, 100, 0.4))
-    assert rate(speed) == pytest.approx(1000)
-
-
-def test_a_step_that_takes_no_longer_than_decoding_alone_says_nothing():
-    speed = PrefillSpeed()
-    steps(speed, (2000, 0, 0.1), (0, 128, 0.025), (64, 128, 0.024))
-    assert rate(speed) == pytest.approx(20_000)
-
-
-def test_time_in_which_the_engine_has_nothing_to_do_does_not_count():
-    speed = PrefillSpeed()
-    for begun in (0.0, 100.0):
-        steps(speed, (1000, 0, 1.0), begun=begun)
-    assert rate(speed) == pytest.approx(1000.0)
-
-
-def test_a_step_that_is_planned_before_the_last_has_ended_begins_when_that_ends():
-    speed = PrefillSpeed()
-    speed.planned(1000, 0, 0.0)
-    speed.planned(1000, 0, 0.1)
-    speed.ended(1.0)
-    speed.ended(2.0)
-    assert rate(speed) == pytest.approx(1000.0)
-
-
-def test_a_new_speed_is_followed():
-    speed = PrefillSpeed()
-    steps(speed, (4096, 0, 1.0), *[(4096, 0, 4.0)] * 3)
-    assert 1024.0 <= rate(speed) < 1150.0
-
-
-@pytest.mark.parametrize("left", [70, 121])
-@pytest.mark.parametrize("fixed", [0.002, 0.02])
-def test_the_remainders_of_hits_do_not_make_prompts_dear(left, fixed):
-    """Each step takes a time of its own, which no load saves."""
-    speed = PrefillSpeed()
-    a_token = 0.0001
-    steps(speed, *[(each, 0, fixed + each * a_token) for each in (2048, *[left] * 50)])
-    assert speed.seconds(512) == pytest.approx(512 * a_token)
-
-
-def test_a_long_prompt_saves_whole_steps():
-    speed = PrefillSpeed()
-    steps(speed, *[(each, 0, 0.01 + each / 10_000) for each in (2048, 128)])
-    assert speed.seconds(3 * 2048 + 500) == pytest.approx(3 * (0.01 + 0.2048) + 0.05)
-
-
-def test_the_first_step_of_a_size_may_compile_something():
-    speed = PrefillSpeed()
-    steps(speed, (2048, 0, 30.0), (2048, 0, 0.5))
-    assert rate(speed) == pytest.approx(4096)
-
-
-def test_an_end_without_a_plan_is_ignored():
-    speed = PrefillSpeed()
-    speed.ended(1.0)
-    assert speed.seconds(1) is None
+def a_token(host):
+    """Seconds that it takes to compute one."""
+    return host.side._waiting.speed.seconds(0, 1, 1)
 
 
 def one_step(host, seconds, *scheduled):
@@ -145,7 +44,7 @@ def test_requests_that_decode_do_not_pull_the_speed_of_the_engine_down(served):
         host.side.admitted(each.view(), tables(each), 0)
     for _ in range(200):
         one_step(host, 0.025, *((each, len(each.tokens), 1) for each in requests))
-    assert rate(host.side._waiting.speed) == pytest.approx(20_000)
+    assert 1 / a_token(host) == pytest.approx(20_000)
     for each in requests:
         host.side.finished(each.view(), "abort")
 
@@ -155,7 +54,7 @@ def test_tokens_recomputed_after_a_preemption_count_as_prompt(served):
     request = host.submit("again", prompt(1, 10) + prompt(2, 90))
     host.side.admitted(attrs.evolve(request.view(), prompt_tokens=10), tables(request), 0)
     one_step(host, 0.1, (request, 0, 100))
-    assert rate(host.side._waiting.speed) == pytest.approx(1000)
+    assert 1 / a_token(host) == pytest.approx(1000)
     host.side.finished(request.view(), "abort")
 
 
@@ -216,7 +115,7 @@ def test_loads_before_the_speed_was_known_are_counted_once_it_is(served):
 def test_a_load_saves_computing_for_all_that_the_engine_serves_meanwhile(served):
     host = served()
     computes(host, 200)
-    host.side._waiting.step_planned(4, 0, 4)
+    host.side._waiting.step_planned(4, Computed(0, 0, 4))
     avoided = [event.seconds for event in loaded_from_two_tiers(host, {}) if event.kind is EventKind.AVOIDED]
     assert avoided == [pytest.approx(5 * 1.5), pytest.approx(5 * 0.5)]
 
@@ -261,7 +160,8 @@ def served(stack):  # noqa: F811
 
 def computes(host, tokens_per_second):
     """What the host's steps would have shown."""
-    host.side._waiting.speed._steps[0] = Steps(1, tokens_per_second)
+    speed = host.side._waiting.speed
+    speed._steps[0], speed._costs[0] = Steps(2048, pairs(0, 2048), tokens_per_second), 1 / tokens_per_second
 
 
 def delivers(host, nbytes_per_second):
@@ -284,6 +184,18 @@ def test_no_request_waits_longer_than_computing_takes(served, said):  # noqa: F8
     host.side.admitted(request.view(), [list(range(10))], 0)
     assert saved(host).net == pytest.approx(-0.4)
     host.side.finished(request.view(), "abort")
+
+
+@pytest.mark.parametrize("computed", [0, 2 * CHUNK])
+def test_the_limit_of_a_load_is_the_time_of_computing_as_many_chunks(served, computed):
+    host = served()
+    waiting, state = host.side._waiting, host.side.track(host.submit("second", ASKED).view())
+    waiting.speed._steps[0], waiting.speed._costs = Steps(CHUNK, pairs(0, CHUNK), 100.0), [1e-3, 1e-2, 1e-6]
+    state.match.computed = computed
+    for chunks in range(5):
+        expected = waiting.speed.seconds(computed, computed + chunks * CHUNK, len(ASKED))
+        assert waiting.limit(state).computing(chunks) == pytest.approx(expected)
+    host.side.finished(state.view, "abort")
 
 
 def test_a_waiting_request_is_not_looked_up_in_each_step(served, monkeypatch):

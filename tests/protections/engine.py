@@ -7,6 +7,7 @@ from protections.mutant import Mutant
 DIGEST_CACHE = "kvtier_core/identity/digest_cache.py"
 WEIGHTS = "kvtier_core/identity/weights.py"
 SCHEDULER = "kvtier_core/engine/scheduler/side.py"
+PREFILL_SPEED = "tests/engine/test_prefill_speed.py::"
 WAITING = "tests/engine/test_waiting.py::"
 WORKER = "kvtier_core/engine/worker/side.py"
 RECORDER = "kvtier_core/engine/recorder.py"
@@ -336,8 +337,8 @@ MUTANTS = (
     Mutant(
         "decoding-counts-as-a-prompt",
         "kvtier_core/engine/scheduler/requests.py",
-        "prompts += max(0, min(request.end, state.admitted) - request.computed)",
-        "prompts += request.scheduled",
+        "(end := min(request.end, state.admitted))",
+        "(end := request.end)",
         WAITING + "test_requests_that_decode_do_not_pull_the_speed_of_the_engine_down",
     ),
     Mutant(
@@ -462,7 +463,7 @@ MUTANTS = (
     Mutant(
         "waits-longer-than-computing-takes",
         "kvtier_core/engine/scheduler/waiting.py",
-        "longest = min(longest, wait.most_chunks * limit.chunk_seconds)",
+        "longest = min(longest, limit.computing(wait.most_chunks))",
         "pass",
         WAITING + "test_no_request_waits_longer_than_computing_takes",
     ),
@@ -496,10 +497,10 @@ MUTANTS = (
     ),
     Mutant(
         "prompts-pay-for-decoding",
-        "kvtier_core/engine/scheduler/waiting.py",
+        "kvtier_core/engine/scheduler/prefill_speed.py",
         "seconds - self._decoding_in(step, seconds)",
         "seconds",
-        WAITING + "test_the_time_of_decoding_beside_a_prompt_is_not_the_prompts",
+        PREFILL_SPEED + "test_the_time_of_decoding_beside_a_prompt_is_not_the_prompts",
     ),
     Mutant(
         "a-load-saves-nothing-for-others",
@@ -510,10 +511,17 @@ MUTANTS = (
     ),
     Mutant(
         "remainders-make-prompts-dear",
-        "kvtier_core/engine/scheduler/waiting.py",
-        "self._steps.setdefault(tokens.bit_length(),",
+        "kvtier_core/engine/scheduler/prefill_speed.py",
+        "self._steps.setdefault(step.prompt.bit_length(),",
         "self._steps.setdefault(0,",
-        WAITING + "test_the_remainders_of_hits_do_not_make_prompts_dear",
+        PREFILL_SPEED + "test_the_remainders_of_hits_do_not_make_prompts_dear",
+    ),
+    Mutant(
+        "attention-costs-nothing",
+        "kvtier_core/engine/scheduler/prefill_speed.py",
+        " + pairs(begin, end) * pair",
+        "",
+        PREFILL_SPEED + "test_tokens_far_back_in_a_prompt_take_longer",
     ),
     Mutant(
         "whatever-a-reader-reads-is-used",

@@ -472,7 +472,7 @@ MUTANTS = (
     Mutant(
         "waits-for-late-answers",
         STACK + "/load_choice.py",
-        "return expected <= _QUESTION_SHARE * chunks * limit.chunk_seconds",
+        "return expected <= _QUESTION_SHARE * limit.computing(chunks)",
         "return True",
         ASKING + "test_no_request_waits_for_an_answer_slower_than_a_tenth_of_computing",
     ),
@@ -514,7 +514,7 @@ MUTANTS = (
     Mutant(
         "a-store-that-never-delivered-is-tried-for-ever",
         STACK + "/load_choice.py",
-        "self._speed.rate is None and (answer or 0.0) <= chunks * limit.chunk_seconds",
+        "self._speed.rate is None and (answer or 0.0) <= limit.computing(chunks)",
         "self._speed.rate is None",
         "tests/stack/test_load_choice.py::test_a_store_that_delivered_nothing_yet_and_does_not_answer_is_declined",
     ),

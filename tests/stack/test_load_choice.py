@@ -48,8 +48,8 @@ def chooser(speed, clock):
     return LoadChooser("far", speed, clock)
 
 
-def choose(chooser, chunks, chunk_seconds, wait=10.0, queued=0):
-    return chooser.choose(chunks, MIB, queued, LoadLimit(chunk_seconds, wait))
+def choose(chooser, chunks, chunk_seconds, wait=10.0, queued=0, growth=0.0):
+    return chooser.choose(chunks, MIB, queued, LoadLimit(chunk_seconds, wait, growth))
 
 
 # -- the speed -----------------------------------------------------------------------------------------
@@ -165,6 +165,11 @@ def test_chunks_faster_to_compute_are_declined_with_both_times(chooser):
     assert choice.chunks == 0
     assert choice.declined == Declined("far", 20, pytest.approx(0.21), pytest.approx(0.1))
     assert str(choice.declined) == "far has 20 more chunks: 0.210 s to load them, 0.100 s to compute them"
+
+
+def test_chunks_far_back_in_a_prompt_take_longer_to_compute(chooser):
+    assert choose(chooser, 20, chunk_seconds=0.005, growth=0.001) == LoadChoice(20)
+    assert choose(chooser, 5, chunk_seconds=0.005, growth=0.001).declined.compute_seconds == pytest.approx(0.035)
 
 
 def test_a_few_chunks_are_not_worth_the_latency_that_many_are(chooser):

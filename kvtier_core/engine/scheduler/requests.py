@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 
 from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
+from kvtier_core.engine.scheduler.prefill_speed import Computed, pairs
 from kvtier_core.engine.scheduler.provenance import Ahead, Trust
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import TokenDatabase
@@ -203,14 +204,16 @@ class Requests:
         """Forget a request. Returns its last state; None if it was never tracked."""
         return self._states.pop(request_id, None)
 
-    def scheduled(self, requests: Sequence[ScheduledRequest]) -> tuple[int, int]:
-        """How many tokens a step computes that these requests were admitted with, and how many that they generate."""
+    def scheduled(self, requests: Sequence[ScheduledRequest]) -> Computed:
+        """What a step computes: a prompt is the tokens that a request was admitted with."""
         total = sum(request.scheduled for request in requests)
-        prompts = 0
+        prompts, compared = 0, 0.0
         for request in requests:
-            if state := self._states.get(request.request_id):
-                prompts += max(0, min(request.end, state.admitted) - request.computed)
-        return prompts, total - prompts
+            state = self._states.get(request.request_id)
+            if state and (end := min(request.end, state.admitted)) > request.computed:
+                prompts += end - request.computed
+                compared += pairs(request.computed, end)
+        return Computed(prompts, compared, total - prompts)
 
     def chunks(self, tokens: int) -> int:
         """How many whole chunks have a key if ``tokens`` tokens are known."""

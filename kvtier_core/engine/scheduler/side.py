@@ -232,7 +232,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         self.events.watch(self.manager.usage, now=step.computes_nothing)
         self.status.step()
         self._stepped = False
-        self._waiting.step_planned(len(step.requests), *self._requests.scheduled(step.requests))
+        self._waiting.step_planned(len(step.requests), self._requests.scheduled(step.requests))
         self._loads.release_forgotten()
         stores_to_fence = self._stores.to_fence(step)
         if self._self_test.renew():

@@ -14,7 +14,7 @@ import attrs
 from kvtier_core.layouts import ChunkLayout, part_key
 from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.lookup.search import Search
-from kvtier_core.stack.outcomes import Lookup, Missing, Terms
+from kvtier_core.stack.outcomes import LoadLimit, Lookup, Missing, Terms
 from kvtier_core.stack.promotion import Requested
 from kvtier_core.types import ChunkKey
 
@@ -147,7 +147,7 @@ class BoundarySearch(Search):
         if later <= ready or not missing:
             return Requested()
         gained, limit = later - ready, terms.limit
-        part_limit = limit and attrs.evolve(limit, chunk_seconds=limit.chunk_seconds * gained / len(missing))
+        part_limit = limit and LoadLimit(limit.computing(gained) / len(missing), limit.wait)
         awaited = next(filter(None, (self._promotions.source(key) for _, key in missing)), "")
         keys = [key for _, key in missing if not self._arriving(key)]
         for tier in self._tiers:

@@ -6,7 +6,7 @@ import prometheus_client
 from patience import HANG
 from real_engines import cpu_and_disk, prompt
 
-from kvtier_core.engine.scheduler.waiting import PrefillSpeed
+from kvtier_core.engine.scheduler.prefill_speed import PrefillSpeed
 from kvtier_core.telemetry.metrics import METRICS
 from kvtier_core.telemetry.readings import Reading
 from kvtier_core.types import Nbytes
@@ -94,9 +94,9 @@ def test_a_tier_that_is_slower_than_computing_is_declined_and_counted(engine, tm
 def test_decoded_tokens_are_not_prompt_tokens(engine, tmp_path, monkeypatch):
     planned, plan = [], PrefillSpeed.planned
 
-    def note(speed, prompts, decoded, now):
-        planned.append((prompts, decoded))
-        plan(speed, prompts, decoded, now)
+    def note(speed, step, now):
+        planned.append((step.prompt, step.decoded))
+        plan(speed, step, now)
 
     monkeypatch.setattr(PrefillSpeed, "planned", note)
     with engine(cpu_and_disk(tmp_path)) as served:
