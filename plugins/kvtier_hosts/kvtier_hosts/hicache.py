@@ -114,8 +114,9 @@ class KVTierHiCache(HiCacheStorage):
         of_pool = {f"host memory, {name}": getattr(mem_pool_host, name, None) for name in _OF_POOL}
         facts = Namespace.of({**self._facts, "host memory": type(mem_pool_host).__name__, **of_pool})
         self._nbytes = mem_pool_host.get_dummy_flat_data_page().nbytes
-        options = {"replica": self._replica, "replicas": self._replicas, "told": self._told}
-        self._store = PageStore(self._stack, facts, self._nbytes, **options)
+        self._store = PageStore(
+            self._stack, facts, self._nbytes, replica=self._replica, replicas=self._replicas, told=self._told
+        )
         _note_new_weights(self)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
@@ -152,7 +153,9 @@ class KVTierHiCache(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def get(self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None):
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
@@ -170,7 +173,7 @@ class KVTierHiCache(HiCacheStorage):
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        return self.batch_set([key], [value])
+        return value is not None and self.batch_set([key], [value])
 
     def batch_set(
         self, keys: list[str], values: Sequence[torch.Tensor], target_locations: Any = None, target_sizes: Any = None
@@ -184,13 +187,13 @@ class KVTierHiCache(HiCacheStorage):
         if self._store is None:
             return {}
         pages = {key: torch.empty(self._nbytes, dtype=torch.uint8) for key in keys}
-        good = self._done(lambda store: store.get(_names(pages), [memoryview(page.numpy()) for page in pages.values()]))
+        good = self._done(lambda store: store.get(_names(pages), [page.numpy().data for page in pages.values()]))
         return {key: page for key, page in pages.items() if key.encode() in good}
 
     def _write(self, keys: list[str], values: Sequence[torch.Tensor]) -> list[bool]:
         copies = [value.clone(memory_format=torch.contiguous_format) for value in values]
         pages = {key: copy.flatten().view(torch.uint8) for key, copy in zip(keys, copies, strict=True)}
-        good = self._done(lambda store: store.put(_names(pages), [memoryview(page.numpy()) for page in pages.values()]))
+        good = self._done(lambda store: store.put(_names(pages), [page.numpy().data for page in pages.values()]))
         return [key.encode() in good for key in keys]
 
     def _done(self, begin: Callable[[PageStore], int]) -> frozenset[bytes]:
@@ -207,7 +210,7 @@ class KVTierHiCache(HiCacheStorage):
     def _told(self, call: str) -> None:
         """On the store's thread, or on one that has begun a job of a closed store."""
         with self._ended:
-            for each in self._store.poll():
+            for each in self._store.poll() if self._store else ():
                 if each.ticket in self._results:
                     self._results[each.ticket] = each.keys
             self._ended.notify_all()
@@ -308,7 +311,8 @@ def _refusal(settings: Mapping[str, Any], model: Path, rank: HiCacheStorageConfi
 
 def _architectures(model: Path) -> list[str]:
     try:
-        return json.loads((model / "config.json").read_bytes())["architectures"]
+        named: list[str] = json.loads((model / "config.json").read_bytes())["architectures"]
+        return named
     except (OSError, ValueError, KeyError) as error:
         raise _refused(f"config.json in {model} does not say of which architecture it is: {error!r}") from error
 

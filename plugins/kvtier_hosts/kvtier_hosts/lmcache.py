@@ -94,7 +94,7 @@ class KVTierL2Adapter(L2AdapterInterface):
         self._refused: set[tuple[str, str]] = set()  # models, and the reasons
         self._models: dict[str, ModelPages] = {}
         facts = {"host": f"LMCache {lmcache.__version__}"}
-        options = {"replicas": len(models), "told": self._signal}
+        options: dict[str, Any] = {"replicas": len(models), "told": self._signal}
         try:
             for number, (name, folder) in enumerate(sorted(models.items())):
                 self._models[name] = ModelPages(stack, name, Path(folder), facts, replica=number, **options)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -58,7 +59,7 @@ class ModelPages:
         """
         self._config, self._model, self._folder = config, model, folder
         self._facts = {**facts, "model": model}
-        self._options = {"replica": replica, "replicas": replicas, "told": told}
+        self._options: dict[str, Any] = {"replica": replica, "replicas": replicas, "told": told}
         self._wake = threading.Event()
         self._decided = threading.Event()  # there is a store, or there will never be one
         self._lock = threading.Lock()  # of all below

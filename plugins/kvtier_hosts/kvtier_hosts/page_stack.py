@@ -18,7 +18,7 @@ from kvtier_core.interfaces import OpenContext
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
 from kvtier_core.telemetry.event_log import EventLog
 from kvtier_core.telemetry.observer_feed import Observers
-from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace
+from kvtier_core.types import FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey, Namespace, Slot
 from kvtier_core.work.io_pool import IOPool
 
 logger = logging.getLogger("kvtier")
@@ -121,6 +121,7 @@ class PageStack:
         if found.pending:
             return None
         for slot in found.slots:
+            assert isinstance(slot, Slot), "no worker reads frames directly"
             _copy(self._view(slot.arena, slot.index), page)
         self._stack.release(holder)
         if found.slots:
@@ -188,13 +189,12 @@ def _installed() -> str:
     """A digest of all packages and their versions: a host does not report whose code computes its pages."""
     # Where Python looks at its start: some packages add their own places while they are imported.
     path = [*site.getsitepackages(), site.getusersitepackages(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    found = sorted(
-        {f"{each.name} {each.version}" for each in importlib.metadata.distributions(path=filter(None, path))}
-    )
+    packages = importlib.metadata.distributions(path=[each for each in path if each])
+    found = sorted({f"{each.name} {each.version}" for each in packages})
     return hashlib.blake2b("\n".join(found).encode(), digest_size=16).hexdigest()
 
 
 def _copy(source: memoryview, into: memoryview) -> None:
     """Copy a page; other threads run meanwhile."""
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (into, source)]
-    ctypes.memmove(*addresses, len(source))
+    there, here = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (into, source))
+    ctypes.memmove(there, here, len(source))

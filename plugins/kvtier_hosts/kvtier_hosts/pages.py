@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 
@@ -47,12 +47,9 @@ class _Job(abc.ABC):
 
     call: ClassVar[str]  #: the method of `PageStore` that submits it
     ticket: int
-    pages: Mapping[bytes, memoryview | None]  #: by key, those that have not ended
+    pages: dict[bytes, Any]  #: by key, those that have not ended; None for one that is only looked for
     begun: float = attrs.field(factory=time.monotonic)
     good: set[bytes] = attrs.field(factory=set)
-
-    def __attrs_post_init__(self) -> None:
-        self.pages = dict(self.pages)
 
     def holder(self, key: bytes) -> str:
         """The name under which the stack keeps something for a page of this job."""
@@ -210,7 +207,7 @@ class PageStore(ProcessBound):
 
     def renew(self) -> None:
         """End all jobs, and never find again what was stored so far: the weights may have changed."""
-        self._call(lambda: (self._end_all(), self._stack.renew()))
+        self._call(self._renew)
 
     def close(self) -> None:
         """Let writes under way finish for a few seconds, then close every tier. May be called twice."""
@@ -225,7 +222,7 @@ class PageStore(ProcessBound):
         return dict(zip(keys, pages, strict=True))
 
     def _submit(self, kind: type[_Job], pages: Mapping[bytes, memoryview | None]) -> int:
-        job = kind(next(self._tickets), pages)
+        job = kind(next(self._tickets), dict(pages))
         if not self._hand_over(job):
             self._tell(job)
         return job.ticket
@@ -294,6 +291,10 @@ class PageStore(ProcessBound):
         for job in ended:
             for key in job.pages:
                 self._stack.release(job.holder(key))
+
+    def _renew(self) -> None:
+        self._end_all()
+        self._stack.renew()
 
     def _close(self) -> None:
         if self._off:  # another thread has closed it meanwhile
