@@ -50,7 +50,7 @@ BUDGETS = {
     "kvtier_redis": 1880,
     "kvtier_remote": 1500,
     "kvtier_s3": 1530,
-    "kvtier_serve": 5465,
+    "kvtier_serve": 5500,
     "kvtier_simulate": 1780,
     "kvtier_testing": 5150,
     "kvtier_vllm": 4500,

@@ -77,7 +77,7 @@ class Runtime:
     pool: Callable[[str, int], Pool] = IOPool  #: makes a pool of threads from its name and their number
     clock: Callable[[], float] = time.monotonic  #: seconds
     codec: type[FrameCodec] = FrameCodec
-    arena: type[Arena] = Arena
+    arena: Callable[..., Arena] = Arena
     recomputes: bool = True  #: does the engine compute KV whose load failed?
     serves: bool = True  #: do answers depend on it? Then a lossy codec needs a report of `kvtier quality`
     seals_all: bool = False  #: is every stored chunk sealed, even if no tier below takes it?

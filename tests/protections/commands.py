@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "a-check-replaces-kept-memory",
         "plugins/kvtier_serve/kvtier_serve/memories.py",
-        "config.tiers.index(tier), keep, closing, checking=checking)",
-        "config.tiers.index(tier), keep, closing)",
+        "_open_shared(config, tier, keep, closing, checking=checking)",
+        "_open_shared(config, tier, keep, closing)",
         "plugins/kvtier_serve/tests/test_serve_command.py::test_a_check_changes_nothing",
     ),
     Mutant(

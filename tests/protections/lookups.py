@@ -77,15 +77,15 @@ MUTANTS = (
     Mutant(
         "slots-that-are-not-lent-are-counted-on",
         "plugins/kvtier_serve/kvtier_serve/lent_arena.py",
-        "self._share.lendable(slots - self.free)",
-        "self._share.unused",
+        "self.share.lendable(slots - self.free)",
+        "self.share.unused",
         "plugins/kvtier_serve/tests/test_extents.py::test_the_slots_that_a_path_may_count_on_are_there",
     ),
     Mutant(
         "a-question-borrows-slots",
         "plugins/kvtier_serve/kvtier_serve/lent_arena.py",
-        "self._share.lendable(slots - self.free)",
-        "len(self._share.borrow(slots - self.free))",
+        "self.share.lendable(slots - self.free)",
+        "len(self.share.borrow(slots - self.free))",
         "plugins/kvtier_serve/tests/test_extents.py::test_the_slots_that_a_path_may_count_on_are_there",
     ),
     Mutant(

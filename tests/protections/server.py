@@ -367,7 +367,7 @@ MUTANTS = (
     Mutant(
         "a-store-is-opened-again-before-it-is-closed",
         "plugins/kvtier_serve/kvtier_serve/spaces.py",
-        "lambda outcome, number=space.number: self._claims.pop(number, None)",
+        "functools.partial(self._closed, space.number)",
         "lambda outcome, number=self._claims.pop(space.number): None",
         "plugins/kvtier_serve/tests/test_openings.py::test_a_stack_whose_close_hangs_keeps_its_store_and_delays_no_one",
     ),

@@ -312,6 +312,7 @@ class Share(AllocatorBackend):
     def recall(self, window: range) -> None:
         """Stop using these extents, as soon as their slots are free."""
         self._extents.begin_to_leave(self, window)
+        assert self.recall_slots is not None, "its stack is not open"
         self.recall_slots(self.slots_in(window))
         self._leave_empty(window)
 

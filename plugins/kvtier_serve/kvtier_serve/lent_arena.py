@@ -32,7 +32,7 @@ class LentArena(Arena):
         self._tenant_of: dict[ChunkKey, str] = {}  # and the one whose quotas bound it: the same, or ANONYMOUS
         self._chunks_of: dict[str, OrderedDict[ChunkKey, None]] = {}  # by the latter, the longest unused first
         self._since: dict[ChunkKey, float] = {}  # when each slot that is being filled was reserved
-        self._share = memory
+        self.share = memory  #: its memory
         self._free = []
         self._slots = 0  # that it has
         self._recalled: set[int] = set()  # and that are still in use
@@ -43,7 +43,7 @@ class LentArena(Arena):
     @property
     def capacity(self) -> int:
         """Number of slots that the arena has, or would get if it asked."""
-        return self._slots + self._share.unused
+        return self._slots + self.share.unused
 
     @property
     def lent(self) -> int:
@@ -52,7 +52,7 @@ class LentArena(Arena):
 
     def could_free(self, slots: int, spared: Sequence[Container[ChunkKey]] = (), pinned: Container[int] = ()) -> int:
         """As `Arena.could_free`, with the slots that it would borrow."""
-        lent = self._share.lendable(slots - self.free) if slots > self.free else 0
+        lent = self.share.lendable(slots - self.free) if slots > self.free else 0
         return lent + super().could_free(slots - lent, spared, pinned)
 
     def make_room(self, slots: int, spared: Sequence[Container[ChunkKey]] = ()) -> list[ChunkKey]:
@@ -160,7 +160,7 @@ class LentArena(Arena):
 
     def restore(self, held: Mapping[int, tuple[ChunkKey, str]]) -> None:
         """Take over slots that are claimed, with the key and tenant of each: they count as being filled."""
-        borrowed = self._share.borrow_claimed()
+        borrowed = self.share.borrow_claimed()
         self._free += [slot for slot in borrowed if slot not in held]
         self._slots += len(borrowed)
         self._reserved.update((key, slot) for slot, (key, _) in held.items())
@@ -169,7 +169,7 @@ class LentArena(Arena):
     def _count(self, slots: Mapping[int, tuple[ChunkKey, str]], bounding: Mapping[str, str]) -> None:
         """``bounding`` names the tenants whose quotas bound some of these in place of their own."""
         now = time.monotonic()
-        for slot, (key, name) in reversed(slots.items()):  # a leaf leaves before its root
+        for slot, (key, name) in reversed(list(slots.items())):  # a leaf leaves before its root
             self._key_at[slot] = key
             self._named_by[key] = name
             self._named.setdefault(name, {})[key] = None
@@ -179,7 +179,7 @@ class LentArena(Arena):
         self._tenants.changed({self._tenant_of[key]: None for key, _ in slots.values()}, self)
 
     def _keep_as_taken(self, keys: Iterable[ChunkKey]) -> None:
-        if keeper := self._share.keeper:
+        if keeper := self.share.keeper:
             keeper.taken({self._place(key): (key, self._named_by[key]) for key in keys})
 
     def commit(
@@ -189,7 +189,7 @@ class LentArena(Arena):
         for key in keys:
             self._since.pop(key, None)
         kept = super().commit(keys, parents, exact=exact)
-        if keeper := self._share.keeper:
+        if keeper := self.share.keeper:
             above = dict(zip(keys, parents, strict=True))
             keeper.ready({self._place(key): above[key] for key in kept})
         return kept
@@ -215,7 +215,7 @@ class LentArena(Arena):
 
     def _borrow(self, slots: int) -> None:
         if slots > 0:
-            lent = self._share.borrow(slots)
+            lent = self.share.borrow(slots)
             self._free += lent
             self._slots += len(lent)
 
@@ -233,7 +233,7 @@ class LentArena(Arena):
         taken = {*there, *self._uncovered, *self._overwritten}.intersection(slots) - self._recalled
         self._recalled |= taken
         self._slots -= len(free) + len(taken)
-        self._share.give_back(free)
+        self.share.give_back(free)
         chunks = [key for key in held if self.index.chunk_of(key) == key]
         return self.drop(list(dict.fromkeys([*held, *self.index.other_parts(chunks), *filled])))
 
@@ -256,11 +256,11 @@ class LentArena(Arena):
             self._condemned -= condemned
             self._uncovered += condemned
             places = [place for place in places if place not in condemned]
-        if (keeper := self._share.keeper) and places:
+        if (keeper := self.share.keeper) and places:
             keeper.freed(places)
         if returned := self._recalled.intersection(places):
             self._recalled -= returned
-            self._share.give_back(list(returned))
+            self.share.give_back(list(returned))
             places = [place for place in places if place not in returned]
         super()._reuse(places)
 
@@ -290,7 +290,7 @@ class LentArena(Arena):
         """Free these slots, which are overwritten."""
         self._overwritten.difference_update(slots)
         self._reuse(slots)
-        if keeper := self._share.keeper:
+        if keeper := self.share.keeper:
             keeper.forget_erased()
 
     def next_victims(self, count: int) -> list[int]:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import cast
 
 import attrs
 
@@ -27,12 +28,16 @@ from kvtier_serve.kept.journal import Journal, room_for_journal
 logger = logging.getLogger("kvtier")
 
 
+class SharedMemory(AllocatorBackend, SupportsSharing):
+    """What an arena that can be shared has."""
+
+
 @attrs.frozen
 class Memory:
     """The memory of one arena of the file."""
 
     tier: ArenaTierConfig
-    backend: AllocatorBackend
+    backend: SharedMemory
     extents: Extents
     mapped: GuardedMemory
     journal: Journal | None = None  #: if it outlives the server
@@ -43,6 +48,12 @@ class Memory:
     def nbytes(self) -> int:
         """Length of the file that engines map."""
         return len(self.mapped)
+
+    @property
+    def kept(self) -> Journal:
+        """The journal of memory that outlives the server."""
+        assert self.journal is not None, "it ends with the server"
+        return self.journal
 
     def is_used_by_others(self, boot: int) -> bool:
         """May processes touch it because a server of another boot has lent it to them?"""
@@ -99,7 +110,7 @@ def open_memory(
             else:
                 journal = Journal(keep, tenants_key)
                 closing.callback(journal.close)
-        backend = _open_shared(config, config.tiers.index(tier), keep, closing, checking=checking)
+        backend = _open_shared(config, tier, keep, closing, checking=checking)
         mapped = GuardedMemory(backend.descriptor)
         memory = Memory(tier, backend, Extents(mapped, backend.slots * backend.slot_nbytes), mapped, journal)
         if journal is not None and not journal.begin(os.fstat(backend.descriptor).st_ino):
@@ -111,10 +122,10 @@ def open_memory(
 
 
 def _open_shared(
-    config: StackConfig, number: int, keep: Path | None, closing: contextlib.ExitStack, *, checking: bool
-) -> AllocatorBackend:
+    config: StackConfig, tier: ArenaTierConfig, keep: Path | None, closing: contextlib.ExitStack, *, checking: bool
+) -> SharedMemory:
     """The memory of an arena, in the folder ``keep`` if there is one. Raises ConfigError if engines cannot map it."""
-    tier = config.tiers[number]
+    number = config.tiers.index(tier)
     page = KVGroup("memory", KVKind.FULL_ATTENTION, (FRAME_ALIGNMENT,), 1, "uint8", KVStructure.OPAQUE)
     ctx = OpenContext(Namespace.of({}), ChunkLayout([page], 1), tier.capacity, keep=keep, checking=checking)
     memory = open_arena(config, number, ctx, closing)
@@ -124,7 +135,7 @@ def _open_shared(
     if keep is not None and not (isinstance(memory, SupportsKeeping) and memory.kept):
         why = f"the memory of {tier.source.plugin} cannot outlive the server (SupportsKeeping)"
         raise ConfigError([config.problem(f"{config.path_of(number)}.keep", why, "remove it")])
-    return memory
+    return cast(SharedMemory, memory)
 
 
 def _must_be_a_place_for_memory(keep: Path, capacity: int) -> None:
@@ -158,7 +169,7 @@ def _claimed(memory: Memory, numbers: Iterable[int]) -> dict[int, Share]:
     """The shares of these stacks. Raises BackendError."""
     shares = {}
     for number in numbers:
-        kept = memory.journal.spaces[number]
+        kept = memory.kept.spaces[number]
         shares[number] = Share(memory.extents, kept.slot_nbytes, kept.opening.model)
         shares[number].claim(kept.slots)
     return shares

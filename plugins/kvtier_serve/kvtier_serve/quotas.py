@@ -59,7 +59,7 @@ class QuotaBook:
         self._lost = ""
         self._lock = threading.Lock()
         self.now = quotas if file is None else self.read()
-        self._spaces: Spaces | None = None
+        self._spaces: Spaces  # from `begin` on
 
     @property
     def lost(self) -> str:
@@ -90,7 +90,7 @@ class QuotaBook:
         if self._file is None:
             return self.now
         try:
-            with self._lock, open(self._folder.open(self._file.name, os.O_RDONLY), "rb") as file:
+            with self._lock, open(_folder_of(self._file).open(self._file.name, os.O_RDONLY), "rb") as file:
                 written = msgspec.json.decode(file.read(), type=_File)
             key = bytes.fromhex(written.key)
         except FileNotFoundError:
@@ -109,19 +109,16 @@ class QuotaBook:
         new = f"{self._file.name}.new"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with self._lock, open(self._folder.open(new, flags, marked=False), "wb") as file:
+            folder = _folder_of(self._file)
+            with self._lock, open(folder.open(new, flags, marked=False), "wb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(_written(self.now))) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-                self._folder.rename(new, self._folder, self._file.name)
+                folder.rename(new, folder, self._file.name)
         except (OSError, BackendError) as error:
             logger.warning("kvtier: the quotas are lost when this server stops: %s: %s", self._file, error)
             self._lost = f"{self._file}: {error}"
         return self._lost
-
-    @property
-    def _folder(self) -> Folder:
-        return Folder.at(place_in(self._file.parent))
 
     def _decoded(self, kind: str, written: _File) -> dict[str, Quota]:
         quotas = {}
@@ -131,9 +128,13 @@ class QuotaBook:
         return quotas
 
 
+def _folder_of(file: Path) -> Folder:
+    return Folder.at(place_in(file.parent))
+
+
 def quota_of(bounds: Bounds) -> Quota:
     """Raises ValueError."""
-    return checked(*(size and Nbytes.parse(size) for size in (bounds.soft, bounds.hard)))
+    return checked(*(None if size is None else Nbytes.parse(size) for size in (bounds.soft, bounds.hard)))
 
 
 def checked(soft: int | None, hard: int | None) -> Quota:
@@ -153,7 +154,7 @@ def _bounds(quota: Quota) -> Bounds:
 
 
 @contextlib.contextmanager
-def _problems(file: Path, path: str) -> Iterator[None]:
+def _problems(file: Path | None, path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:

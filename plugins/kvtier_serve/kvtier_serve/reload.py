@@ -57,7 +57,8 @@ class Reload:
     def apply(self, files: Files) -> Reloaded:
         """Take what can change. The owner's thread calls this. Raises ConfigError if something is impossible."""
         before, now = self._spaces.config, files.config
-        taken, waits = [], []
+        taken: list[str] = []
+        waits: list[str] = []
         for name, old, new, possible in _differences(before, now):
             (taken if possible else waits).append(f"{name}: {old} -> {new}")
         self._quotas.must_suit(files.quotas)

@@ -325,7 +325,8 @@ class Server(ProcessBound):
             self._end_if_over(session)
 
     def _end_if_over(self, session: Session) -> None:
-        if session.is_over and self.sessions.pop(session.number, None):
+        if session.is_over and session.number in self.sessions:
+            del self.sessions[session.number]
             held = session.held
             self.ask(session.end)
             logger.info("kvtier: session %d of %s has ended; it held %d", session.number, session.name, held)
@@ -336,7 +337,8 @@ class Server(ProcessBound):
         """Every request is answered, even one that is not understood."""
         name = NAMES.get(header.call, "")
         answer = functools.partial(self._reply, peer, header, name)
-        later = {"open": self._open, "invalidate_all": self._renew}.get(name)
+        long: dict[str, Callable[..., None]] = {"open": self._open, "invalidate_all": self._renew}
+        later = long.get(name)
         if later is None:
             answer(run(lambda: self._call(peer, name, header.call)(*arguments(name, body))))
             return
@@ -364,15 +366,20 @@ class Server(ProcessBound):
                 peer.connection.send(header, answer.value, descriptors)
 
     def _call(self, peer: _Peer, name: str, number: int) -> Callable[..., Any]:
-        own = {"attach": self._attach, "attached": lambda peer: None, "detach": self._detach}.get(name)
-        if own is not None:
-            return functools.partial(own, peer)
+        own: dict[str, Callable[..., Any]] = {
+            "attach": self._attach,
+            "attached": lambda peer: None,
+            "detach": self._detach,
+        }
+        if name in own:
+            return functools.partial(own[name], peer)
         if not name:
             raise ProtocolError(f"no such call: {number}")
         if peer.session is None:
             raise ProtocolError(f"{name} before open")
         self.spaces.touch(peer.session.space)
-        return getattr(peer.session, name)
+        call: Callable[..., Any] = getattr(peer.session, name)
+        return call
 
     def _open(self, peer: _Peer, answer: Then, opening: Opening) -> None:
         if peer.session is not None:
@@ -405,8 +412,9 @@ class Server(ProcessBound):
             raise outcome.error
         if peer.closed:
             raise Closed("it has hung up meanwhile")
-        self.spaces.touch(outcome.value)
-        return outcome.value
+        space: Space = outcome.value
+        self.spaces.touch(space)
+        return space
 
     def _resume(self, peer: _Peer, answer: Then, work: Work) -> None:
         """Answer a call that took longer than a turn, and then those behind it."""

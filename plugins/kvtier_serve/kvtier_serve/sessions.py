@@ -66,7 +66,7 @@ class Space:
     def came(self, path: Sequence[ChunkKey], salt: bytes) -> None:
         """Note that a request with this salt names these chunks."""
         if tenant := self.tenants.came(salt):
-            for arena in self._lent:
+            for arena in self.arenas:
                 arena.comes_back(path, tenant)
 
     def looked(self, asked: int, found: int, tenant: str) -> None:
@@ -76,12 +76,13 @@ class Space:
         self.tenants.looked(self.model, tenant, asked, found)
 
     @property
-    def _lent(self) -> list[LentArena]:
+    def arenas(self) -> list[LentArena]:
+        """The arenas of its stack."""
         return [arena for arena in self.stack.arenas if isinstance(arena, LentArena)]
 
     def step(self) -> list[Event]:
         """Let time pass in the stack, and tell every session what happened."""
-        for arena in self._lent:
+        for arena in self.arenas:
             if slots := arena.take_uncovered():
                 views = [arena.memory.view(slot) for slot in slots]
                 self.stack.overwrite(views, functools.partial(arena.overwritten, slots))

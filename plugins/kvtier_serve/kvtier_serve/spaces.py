@@ -221,7 +221,8 @@ class Spaces:
     def _end_opening(self, opening: Opening, number: int, outcome: Outcome, layout: ChunkLayout, *, new: bool) -> None:
         """The stack is open, or cannot be opened: tell those who wait for it."""
         if outcome.error is None:
-            outcome = run(lambda: self._space(opening, number, *outcome.value, layout, new=new))
+            stack, cold = outcome.value
+            outcome = run(lambda: self._space(opening, number, stack, cold, layout, new=new))
         if outcome.error is not None:
             del self._claims[number]
         for then in self.opening.pop(opening.namespace.digest):
@@ -230,21 +231,22 @@ class Spaces:
     def _space(
         self, opening: Opening, number: int, stack: StorageManager, cold: str, layout: ChunkLayout, *, new: bool
     ) -> Space:
-        keepers = []
-        for memory, arena in zip(self.memories, stack.arenas, strict=True):
-            arena.memory.recall_slots = functools.partial(_recall, stack, arena)
-            arena.memory.next_victims = arena.next_victims
-            if memory.journal:
-                arena.memory.keeper = Keeper(memory.journal, number, arena.memory.slot_nbytes)
-                keepers.append(arena.memory.keeper)
-            self._stacks[arena] = stack
-            memory.extents.add(arena.memory)
-            memory.extents.make_place(arena.memory)
-        for line in stack.describe():
-            logger.info("kvtier: %s: %s", opening.model, line)
+        keepers: list[Keeper] = []
         media = {tier.name: tier.config.medium for tier in self._config.tiers}
         of_engine = opening.model, opening.namespace, layout
         space = Space(*of_engine, stack, media, self.tenants, cold, self._config.stores, number, keepers)
+        for memory, arena in zip(self.memories, space.arenas, strict=True):
+            share = arena.share
+            share.recall_slots = functools.partial(_recall, stack, arena)
+            share.next_victims = arena.next_victims
+            if memory.journal:
+                share.keeper = Keeper(memory.journal, number, share.slot_nbytes)
+                keepers.append(share.keeper)
+            self._stacks[arena] = stack
+            memory.extents.add(share)
+            memory.extents.make_place(share)
+        for line in stack.describe():
+            logger.info("kvtier: %s: %s", opening.model, line)
         claim = self._claims[number]
         self._claims[number] = attrs.evolve(claim, private=claim.private & stack.media.keys(), space=space)
         self.add(space)
@@ -261,7 +263,7 @@ class Spaces:
         self._opened = max(claimed, default=0)
         for number, shares in sorted(claimed.items()):
             memories = [memory for memory in self.memories if memory.tier.name in shares]
-            opening = memories[0].journal.spaces[number].opening
+            opening = memories[0].kept.spaces[number].opening
             restored = functools.partial(self._restored, number, memories, shares)
             self._restoring += 1
             begun = run(lambda: self._begin_opening(opening, number, shares, restored))  # noqa: B023
@@ -270,14 +272,14 @@ class Spaces:
 
     def _restored(self, number: int, memories: list[Memory], shares: Mapping[str, Share], outcome: Outcome) -> None:
         self._restoring -= 1
-        kept = {memory.tier.name: memory.journal.spaces[number] for memory in memories}
+        kept = {memory.tier.name: memory.kept.spaces[number] for memory in memories}
         if outcome.error is not None:
             model = next(iter(kept.values())).opening.model
             logger.warning("kvtier: in-memory cache of %s discarded: %s", model, outcome.error)
             for memory in memories:
                 share = shares[memory.tier.name]
                 memory.extents.add(share)
-                memory.formers.append((share, Keeper(memory.journal, number, share.slot_nbytes).closed))
+                memory.formers.append((share, Keeper(memory.kept, number, share.slot_nbytes).closed))
             return
         self._back_by = time.monotonic() + _COME_BACK
         self._adoptions += [
@@ -337,7 +339,7 @@ class Spaces:
                 f"{written.source.path}.capacity", f"{written.capacity} is smaller than one chunk of an open namespace"
             )
             for written, tier in tiers
-            if written.resizable and written.capacity < tier.longest
+            if written.resizable and written.capacity is not None and written.capacity < tier.longest
         ]:
             raise ConfigError(too_small)
         for space in self:
@@ -399,6 +401,7 @@ class Spaces:
         left, more = _EVICTED, self.tenants.judge(_JUDGED)
         for tenant in self.tenants.in_turn(self.tenants.over_hard, _TENANTS):
             for arena in self.tenants.books_of(tenant):
+                assert isinstance(arena, LentArena), "books are those of `_stacks`"
                 if victims := arena.beyond_quota(tenant, left):
                     self._stacks[arena].evicted(arena, arena.drop(victims), "its tenant is beyond the quota")
                     left -= len(victims)
@@ -418,13 +421,16 @@ class Spaces:
         for space in dead[:1] or unused[:-_MOST_UNUSED][:1]:
             del self._spaces[space.namespace.digest], self._unused[space], self._in_turn[space]
             space.stack.close_arenas()  # it has no jobs, so that no thread is about to use them
-            for arena in space.stack.arenas:
-                self._stacks.pop(arena, None)
+            for arena in space.arenas:
+                del self._stacks[arena]
             for keeper in space.keepers:
                 keeper.closed()
             close = functools.partial(space.stack.close_tiers, time.monotonic() + _CLOSING)
-            self._aside.begin(close, lambda outcome, number=space.number: self._claims.pop(number, None), "close")
+            self._aside.begin(close, functools.partial(self._closed, space.number), "close")
             self._wake()
+
+    def _closed(self, number: int, outcome: Outcome) -> None:
+        self._claims.pop(number, None)
 
     def close(self, timeout: float) -> None:
         """Give writes under way ``timeout`` seconds in all, then close all tiers."""

@@ -50,7 +50,7 @@ def add_to(actions: argparse._SubParsersAction) -> None:
 
 
 def _added(actions: argparse._SubParsersAction, name: str, run: Any, what: str) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
     hidden = argparse.SUPPRESS  # the option of the same name of `kvtier serve`, if it is not written here
     parser.add_argument(
         "--socket",
@@ -251,7 +251,7 @@ def _lines(
 
 def _speeds(now: Mapping[str, Any], before: Mapping[str, Any] | None, space: Mapping[str, Any]) -> dict[str, list[str]]:
     earlier = [each for each in before["namespaces"] if each["number"] == space["number"]] if before else []
-    then = {"at": before["at"], "tiers": earlier[0]["tiers"]} if earlier else None
+    then = {"at": before["at"], "tiers": earlier[0]["tiers"]} if before and earlier else None
     return top.speeds({"at": now["at"], "tiers": space["tiers"]}, then)
 
 

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from kvtier_serve.tenants import Quota
 
 #: Settings that each engine has for itself.
-_OF_ENGINES = ("server", "chunk_tokens", "token_database", "load_wait", "load", "save_decode", "identity", "on_reset")
-_OF_ENGINES += ("record", "status", "observers")
+_OF_ENGINES = (
+    *("server", "chunk_tokens", "token_database", "load_wait", "load", "save_decode", "identity", "on_reset"),
+    *("record", "status", "observers"),
+)
 #: Seconds that writes may take after SIGTERM.
 _CLOSING = 30.0
 
@@ -73,7 +75,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """Serve, or ask a server. Raises ConfigError, and BackendError if the socket is not available."""
     if options.ask:
         path = Path(options.socket) if options.socket else _usual_path()
-        return options.ask(RunningServer.at_socket(operators_socket(path)), options, output)
+        status: int = options.ask(RunningServer.at_socket(operators_socket(path)), options, output)
+        return status
     from kvtier_remote.memory import probe
     from kvtier_serve.operators.http import HTTP
     from kvtier_serve.reload import Reload
@@ -101,8 +104,9 @@ def run(options: argparse.Namespace, output: Output) -> int:
         server = Server(config, path, quotas=quotas)
     with contextlib.ExitStack() as closing:
         closing.callback(server.close, _CLOSING)
-        server.reload = Reload(server.spaces, server.quotas, server.programs, lambda: _read(options.config))
-        signal.signal(signal.SIGHUP, lambda *_: server.reload.on_signal(server.ask))
+        reload = Reload(server.spaces, server.quotas, server.programs, lambda: _read(options.config))
+        server.reload = reload
+        signal.signal(signal.SIGHUP, lambda *_: reload.on_signal(server.ask))
         output.say(*server.spaces.describe())
         output.say(*_answer_operators(HTTP(server), path, options, closing))
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -34,7 +34,8 @@ class Adoption:
         """Takes over the slots; ``pool`` verifies what they hold."""
         self.space = space
         self._arena = arena
-        self._parents = {ChunkKey(each.key): each.parent for each in held.values() if each.ready}
+        ready = [each for each in held.values() if each.ready]
+        self._parents = {ChunkKey(each.key): ChunkKey(each.parent) if each.parent else None for each in ready}
         self._unusable = [ChunkKey(each.key) for each in held.values() if not each.ready]
         self._unverified = len(self._parents)
         self._pinned: list[Slot] = []

@@ -83,7 +83,7 @@ class Search:
         if ended:
             return candidate
         end = self._chunk_tokens - len(rest)
-        chunk = [*rest, *tokens[:end]]
+        chunk: Sequence[int] = [*rest, *tokens[:end]]
         while len(chunk) == self._chunk_tokens:
             yield from self._step()
             (following,) = self._keys.continued(key, chunk, salt=self._salt)

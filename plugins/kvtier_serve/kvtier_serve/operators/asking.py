@@ -81,8 +81,8 @@ class RunningServer:
         if not is_known:
             raise BackendError(f"{self.name}: the server does not know {method} {path}; it may be of another release")
         if answer.status != http.HTTPStatus.OK:
-            why = told.get("error") if isinstance(told, dict) else None
-            raise BackendError(f"{self.name}: {why or f'status {answer.status}'}")
+            reason = told.get("error") if isinstance(told, dict) else None
+            raise BackendError(f"{self.name}: {reason or f'status {answer.status}'}")
         return told
 
 

@@ -262,7 +262,7 @@ class Console:
         """Drop what the memory of a namespace, or of all, holds and nobody uses."""
         spaces, count = [self._space(scope.namespace)] if scope.namespace else list(self._server.spaces), 0
         for space in spaces:
-            for arena in space.stack.arenas:
+            for arena in space.arenas:
                 for keys in _pieces(arena.of_tenant(None)):
                     count += self._drop(space, arena, arena.unused(keys))
                     yield
@@ -306,7 +306,8 @@ class Console:
         except ValueError as error:
             raise RefusedError(str(error)) from error
         now = self._server.quotas.now
-        self._server.quotas.apply(attrs.evolve(now, **{kind: {**getattr(now, kind), name: bounds}}))
+        changed: dict[str, Any] = {kind: {**getattr(now, kind), name: bounds}}
+        self._server.quotas.apply(attrs.evolve(now, **changed))
         return self.quotas()
 
     def keep_quotas(self, found: AllQuotas) -> AllQuotas:
@@ -325,6 +326,7 @@ class Console:
 
         That is quotas, programs, and of store tiers the capacity of a private disk and inflight.
         """
+        assert self._server.reload is not None, "`read_files` refuses"
         return self._server.reload.apply(files)
 
     def erase(self, condemned: Condemned) -> Generator[None, None, Erased]:
@@ -340,11 +342,12 @@ class Console:
         unreachable = {"memory: what was evicted before is overwritten when its room is used again": None}
         for space in spaces:
             tiers = list(space.stack.tiers)  # others may open meanwhile
-            absent = space.stack.media.keys() - {level.name for level in (*space.stack.arenas, *tiers)}
+            open_now = (arena.name for arena in space.arenas), (tier.name for tier in tiers)
+            absent = set(space.stack.media).difference(*open_now)
             unreachable.update(
                 {f"{tier}: not open; its chunks are found once it opens": None for tier in sorted(absent)}
             )
-            for arena in space.stack.arenas:
+            for arena in space.arenas:
                 deleted[arena.name] += 0
                 for some in _pieces(arena.of_tenant(None), _ERASED):
                     own = arena.of_tenant_among(some, tenant)

@@ -108,7 +108,7 @@ class ServerMetrics:
 def _of_space(space: Space) -> Iterator[Reading]:
     labels = space.model, str(space.number)
     yield Reading("kvtier_sessions", labels, len(space.sessions))
-    for arena in space.stack.arenas:
+    for arena in space.arenas:
         yield Reading("kvtier_lent_slots", (*labels, arena.name), arena.lent)
 
 
