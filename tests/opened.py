@@ -44,7 +44,10 @@ def attempt(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def before_line(number: int, act: Callable[[], object], work: Callable[[], object]) -> int:
-    """Run ``work``, and ``act`` before line ``number`` of what kvtier does in it. Returns how many lines there are."""
+    """Run ``work``, and ``act`` before line ``number`` of what kvtier does in it, or behind the last.
+
+    Returns how many lines there are, which is not the same each time.
+    """
     seen = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -64,4 +67,6 @@ def before_line(number: int, act: Callable[[], object], work: Callable[[], objec
         work()
     finally:
         sys.settrace(before)
+    if seen <= number:
+        act()
     return seen
