@@ -118,7 +118,7 @@ class Engine:
             "max_model_len": 2048,
             "block_size": BLOCK,
             "enable_prefix_caching": False,
-            "kv_cache_memory_bytes": 128 << 20,
+            "kv_cache_memory_bytes": 64 << 20,
             "seed": 0,
         }
         defaults["kv_transfer_config"] = None if kvtier is None else transfer

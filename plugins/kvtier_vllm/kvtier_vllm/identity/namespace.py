@@ -163,13 +163,15 @@ def _digest_of_package(top: str, code: type | types.FunctionType) -> str:
 
 def _has_a_second_source(model: type) -> bool:
     """May the model load weights from outside its folder, too, as vLLM allows? A digest of the folder misses those."""
+    word = "secondary_weights"
     try:
         return any(
-            "secondary_weights" in inspect.getsource(each)
+            word in inspect.getsource(sys.modules[each.__module__])  # most have it nowhere, and need not be parsed
+            and word in inspect.getsource(each)
             for each in model.__mro__
             if each.__module__.partition(".")[0] not in (*sys.stdlib_module_names, "torch")
         )
-    except (OSError, TypeError):
+    except (KeyError, OSError, TypeError):
         return True
 
 
