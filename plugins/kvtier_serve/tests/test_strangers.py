@@ -54,7 +54,7 @@ def listening() -> tuple[set[int], set[str]]:
     """The ports and the paths of Unix sockets on which this process listens, as the kernel has them."""
     own = {inode for number in os.listdir("/proc/self/fd") if (inode := _inode(number))}
     tcp = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    unix = [line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     listen, accepting = "0A", "00010000"
     ports = {int(words[1].rpartition(":")[2], 16) for words in tcp if words[3] == listen and words[9] in own}
     return ports, {words[7] for words in unix if words[3] == accepting and words[6] in own}
