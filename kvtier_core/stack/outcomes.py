@@ -22,7 +22,7 @@ class LoadLimit:
     growth: float = 0.0  #: seconds by which each later chunk takes longer than the one before it
 
     def computing(self, chunks: int) -> float:
-        """The seconds that the engine takes to compute so many chunks."""
+        """The seconds that the engine takes to compute ``chunks`` chunks."""
         return chunks * (self.chunk_seconds + (chunks - 1) / 2 * self.growth)
 
 

@@ -80,7 +80,7 @@ class PrefillSpeed:
             self._measured(step, seconds - self._decoding_in(step, seconds))
 
     def seconds(self, begin: int, end: int, prompt: int) -> float | None:
-        """What computing these tokens of a prompt of so many takes; None before a prompt was computed.
+        """The time to compute the tokens from ``begin`` to ``end`` of a prompt of ``prompt`` tokens; None if unknown.
 
         A prompt that takes several steps takes fewer without these tokens.
         """

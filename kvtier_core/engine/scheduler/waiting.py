@@ -126,7 +126,7 @@ class Waiting:
         return "".join(parts)
 
     def _computing(self, state: RequestState, tokens: int) -> float | None:
-        """The seconds that computing so many tokens takes, after those that the engine has; None if not known."""
+        """The seconds to compute ``tokens`` tokens after those that the engine has; None if unknown."""
         return self.speed.seconds(state.match.computed, state.match.computed + tokens, state.view.tokens)
 
 

@@ -33,6 +33,7 @@ class Asked:
     held: int  #: the tokens of each that are loaded
 
 
+#: Each is asked for `TIMES` times.
 HELD = [
     Asked(1, 500, 448),
     Asked(1, 1000, 512),
