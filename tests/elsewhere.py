@@ -14,7 +14,7 @@ The conditions are:
     small-shm   with 64 MiB in `/dev/shm`, as containers have it; takes root
     umask       with files that the user's group may write to
     home        with an empty HOME that has a space and a letter beyond ASCII in its name
-    locale      in the C locale, where text files are ASCII unless their encoding is named
+    locale      where text files are in ISO-8859-1 unless their encoding is named
     time-zone   12 hours and 45 minutes east of Greenwich
 
 A clone is one of this checkout's last commit, with a `.venv` of its own.
@@ -41,12 +41,11 @@ INSIDE = {
     "one-core": ("taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))),
     "offline": ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"),
     "umask": ("sh", "-c", 'umask 002 && exec "$@"', "sh"),
-    "locale": ("env", "LC_ALL=C", "PYTHONCOERCECLOCALE=0", "PYTHONUTF8=0"),
     "small-shm": ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"),
     "time-zone": ("env", "TZ=Pacific/Chatham"),
 }
 CLONES = ("user", "path", "tmpfs")
-CONDITIONS = (*INSIDE, *CLONES, "busy", "slow-disk", "home")
+CONDITIONS = (*INSIDE, *CLONES, "busy", "slow-disk", "home", "locale")
 #: Characters of a clone's path in the condition `path`.
 LONG = 200
 
@@ -104,6 +103,15 @@ def new_folder(name: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def latin() -> Iterator[dict[str, str]]:
+    """The variables of a locale in which text is not in UTF-8, and every byte is a letter: torch reads its files so."""
+    name = "en_US.ISO-8859-1"
+    with new_folder("locales") as folder:
+        subprocess.run(("localedef", "--inputfile=en_US", "--charmap=ISO-8859-1", folder / name), check=True)
+        yield {"LOCPATH": str(folder), "LC_ALL": name, "PYTHONUTF8": "0"}
+
+
+@contextlib.contextmanager
 def in_memory(folder: Path) -> Iterator[None]:
     """A tmpfs in this folder, as long as the context lasts."""
     subprocess.run(("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", folder), check=True)
@@ -148,6 +156,8 @@ def main(conditions: list[str], command: list[str]) -> int:
             user = NOBODY if "user" in conditions else ()
             subprocess.run((*user, "make", "venv"), check=True, cwd=where, env=environment)
             inside += user
+        if "locale" in conditions:
+            environment |= closing.enter_context(latin())
         if "slow-disk" in conditions:
             closing.enter_context(slow_disk())
         if "busy" in conditions:

@@ -203,8 +203,8 @@ def test_what_a_program_leaves_behind_is_killed(ours, caplog):
 
 def test_the_end_of_a_program_is_noticed_though_another_group_has_its_output(ours, tmp_path):
     left = tmp_path / "left"
-    leaves = f"setsid sh -c 'echo $$ >>{left}; exec sleep 1000' & while ! [ -s {left} ]; do sleep 0.1; done; exit 3"
-    begin(ours, *script(leaves))
+    leaves = """setsid sh -c 'echo $$ >>"$0"; exec sleep 1000' "$0" & while ! [ -s "$0" ]; do sleep 0.1; done; exit 3"""
+    begin(ours, *script(leaves), left)
     wait_until(lambda: ours.conditions()["it"].last_end == "exit status 3")
     ours.close()
     for pid in map(int, left.read_text().split()):
