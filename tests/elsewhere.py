@@ -10,7 +10,7 @@ The conditions are:
     offline     in a network namespace that has the loopback alone; takes root
     user        as `nobody`, in a clone that belongs to it; takes root
     path        in a clone behind a symbolic link, at a path of 200 characters with spaces and letters beyond ASCII
-    tmpfs       in a clone in memory, with the folder for temporary files; takes root
+    tmpfs       with the folder for temporary files in memory; takes root
     small-shm   with 64 MiB in `/dev/shm`, as containers have it; takes root
     umask       with files that the user's group may write to
     home        with an empty HOME that has a space and a letter beyond ASCII in its name
@@ -42,9 +42,10 @@ INSIDE = {
     "offline": ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"),
     "umask": ("sh", "-c", 'umask 002 && exec "$@"', "sh"),
     "small-shm": ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"),
+    "tmpfs": ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /mnt && TMPDIR=/mnt exec "$@"', "sh"),
     "time-zone": ("env", "TZ=Pacific/Chatham"),
 }
-CLONES = ("user", "path", "tmpfs")
+CLONES = ("user", "path")
 CONDITIONS = (*INSIDE, *CLONES, "busy", "slow-disk", "home", "locale")
 #: Characters of a clone's path in the condition `path`.
 LONG = 200
@@ -111,16 +112,6 @@ def latin() -> Iterator[dict[str, str]]:
         yield {"LOCPATH": str(folder), "LC_ALL": name, "PYTHONUTF8": "0"}
 
 
-@contextlib.contextmanager
-def in_memory(folder: Path) -> Iterator[None]:
-    """A tmpfs in this folder, as long as the context lasts."""
-    subprocess.run(("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", folder), check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(("umount", "--lazy", folder), check=True)
-
-
 def clone(conditions: list[str], folder: Path) -> Path:
     """Clone this checkout into an empty folder; returns the clone, or a link to it."""
     place = checkout = folder / "kvtier"
@@ -147,9 +138,6 @@ def main(conditions: list[str], command: list[str]) -> int:
                 shutil.chown(home, "nobody", "nogroup")
         if not set(CLONES).isdisjoint(conditions):
             folder = closing.enter_context(new_folder("of a clone"))
-            if "tmpfs" in conditions:
-                closing.enter_context(in_memory(folder))
-                environment["TMPDIR"] = str(folder)
             where = clone(conditions, folder)
             environment["PWD"] = str(where)  # the link, as in a shell
             environment.pop("KVTIER_CI", None)  # some tests would need what `make demo` leaves

@@ -23,7 +23,7 @@ def make(target: str) -> tuple[str, list[str]]:
     for report in reports:
         report.unlink(missing_ok=True)
     done = subprocess.run(["make", target], stdin=subprocess.DEVNULL)
-    failed, unstable = (report.read_text().splitlines() if report.exists() else [] for report in reports)
+    failed, unstable = (report.read_text("utf-8").splitlines() if report.exists() else [] for report in reports)
     names = [f"FAILED {test}" for test in failed] + [f"UNSTABLE {test}" for test in unstable]
     return ("FAILED" if done.returncode else "unstable" if unstable else "passed"), names
 

@@ -68,7 +68,7 @@ def main(options: list[str]) -> int:
     BUILD.mkdir(exist_ok=True)
     status, failed, unstable = run(options)
     for file, tests in ((FAILED, failed), (UNSTABLE, unstable)):
-        file.write_text("".join(f"{test}: {error}\n" for test, error in tests.items()))
+        file.write_text("".join(f"{test}: {error}\n" for test, error in tests.items()), "utf-8")
     for test, error in unstable.items():
         print(f"UNSTABLE {test}: failed beside others ({error}), passed alone")
     return status
