@@ -19,7 +19,7 @@ from kvtier_testing.samples import make_context, make_frame, make_keys, make_nam
 
 README = Path(__file__).parents[1] / "README.md"
 PART = Nbytes(8192)  # so that the frames of the laws have several parts
-PASSWORD = "a b\n€"
+PASSWORD = "a b\nü"
 #: Those that an engine needs without a capacity, those that it needs with one, and those of `kvtier fsck`.
 LINES = [line.split() for line in README.read_text().splitlines() if line.startswith("    +")]
 PERMISSIONS = [permission for line in LINES for permission in line]
