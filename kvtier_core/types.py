@@ -134,6 +134,7 @@ class EventKind(enum.Enum):
     WAITED = "waited"  #: a request waited for the tier, in seconds
     HANDED_OVER = "handed_over"  #: tokens of a prompt that are kept for the engine that continues it
     NOT_KEPT = "not_kept"  #: the other tokens of its whole chunks
+    WITHHELD = "withheld"  #: tokens of a request that asked not to store them
     ARRIVED = "arrived"  #: a request was first seen, with the keys of its chunks; of no tier
     FINISHED = "finished"  #: a request ended or was aborted, with the seconds since it arrived; of no tier
     USAGE = "usage"  #: the contents of the tier have changed; once a second at most

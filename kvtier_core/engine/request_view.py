@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -52,7 +53,8 @@ class RequestView:
     prompt_tokens: int  #: number of these that are the prompt
     identity: KVIdentity | Bypass = KVIdentity()
     hints: Mapping[str, str] = attrs.field(factory=dict)  #: from the client, for eviction policies
-    reads_cache: bool = True  #: False: the client asked not to read cached prefixes
+    most_loaded: int = sys.maxsize  #: tokens to load after those that the engine has, as the client asked
+    most_stored: int = sys.maxsize  #: tokens, from the first one on, that may be stored, as the client asked
     computed_tokens: int = 0  #: tokens, from the first one on, whose KV the engine counts as computed
     preemptions: int = 0  #: number of times that the engine has preempted it
     traceparent: Printable = Printable("")  #: continues the trace of its client (W3C Trace Context)
@@ -63,3 +65,8 @@ class RequestView:
     def tokens(self) -> int:
         """Number of tokens that the request has now."""
         return len(self.token_ids)
+
+    @property
+    def withheld(self) -> int:
+        """Number of its tokens that may not be stored."""
+        return max(0, self.tokens - self.most_stored)

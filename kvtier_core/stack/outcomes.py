@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import attrs
 
@@ -26,10 +26,6 @@ class LoadLimit:
         return chunks * (self.chunk_seconds + (chunks - 1) / 2 * self.growth)
 
 
-def _names(tiers: Iterable[str]) -> tuple[str, ...]:
-    return tuple(tiers)
-
-
 @attrs.frozen
 class Terms:
     """The terms of a lookup, besides the path and its holder. Raises ContractError for a limit over 1e100 s."""
@@ -39,7 +35,7 @@ class Terms:
     salt: bytes = b""  #: that of the requests that name the path
     skipped: int = 0  #: chunks of the prompt before the path, which the engine has
     #: Tiers whose frames must pass through an arena, even if workers can read them directly.
-    not_direct: Sequence[str] = attrs.field(default=(), converter=_names)
+    not_direct: Sequence[str] = attrs.field(default=(), converter=tuple[str, ...])
     lasting: bool = False  #: Will the holder keep its pins for longer than requests wait?
 
     def __attrs_post_init__(self) -> None:

@@ -26,6 +26,7 @@ _OF_TOKENS = {
     EventKind.BYPASSED: "kvtier_bypass_tokens",
     EventKind.HANDED_OVER: "kvtier_handed_over_tokens",
     EventKind.NOT_KEPT: "kvtier_not_kept_tokens",
+    EventKind.WITHHELD: "kvtier_withheld_tokens",
 }
 _OPERATIONS = {
     EventKind.STORED: "store",

@@ -7,6 +7,7 @@ state it keeps the last one in a block, writes to it in place, and offers it whe
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ class HostRequest:
     prompt: int
     identity: KVIdentity | Bypass = KVIdentity()
     hints: dict[str, str] = attrs.field(factory=dict)
-    reads_cache: bool = True
+    most_loaded: int = sys.maxsize
+    most_stored: int = sys.maxsize
     foreign: int = 0  #: tokens at its beginning that another connector loads, as garbage
     state: str = "waiting"
     tables: list[list[int]] = attrs.field(factory=list)  #: by group
@@ -51,8 +53,8 @@ class HostRequest:
 
     def view(self) -> RequestView:
         return RequestView(
-            self.request_id, self.tokens, self.prompt, self.identity, self.hints, self.reads_cache,
-            self.computed, self.preemptions, "", self.continued_elsewhere, self.computed_elsewhere,
+            self.request_id, self.tokens, self.prompt, self.identity, self.hints, self.most_loaded,
+            self.most_stored, self.computed, self.preemptions, "", self.continued_elsewhere, self.computed_elsewhere,
         )  # fmt: skip
 
 

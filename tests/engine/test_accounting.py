@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 
 import pytest
@@ -61,7 +62,7 @@ def test_bypassed_tokens_count_in_every_tier(host):  # noqa: F811
     engine = host()
     ledger = Ledger(engine)
     engine.ask("first", ASKED, identity=Bypass("nobody knows"))
-    engine.ask("second", ASKED, reads_cache=False)
+    engine.ask("second", ASKED, most_loaded=0)
     assert ledger.tokens("heap") == ledger.tokens("disk") == (70, 0, 0, 70)
     assert ledger.whys() == {"not looked up"}
 
@@ -178,7 +179,7 @@ def test_the_accounting_adds_up_whatever_happens(host, seed):  # noqa: F811
         tokens = prompt(number, rng.randrange(3 * CHUNK, 6 * CHUNK), rng.choice(heads))
         more = {"identity": Bypass("no")} if rng.random() < 0.1 else {}
         engine.failing = {f"{number}"} if rng.random() < 0.2 else set()
-        engine.ask(f"{number}", tokens, reads_cache=rng.random() < 0.9, **more)
+        engine.ask(f"{number}", tokens, most_loaded=rng.choice([0, CHUNK] + 8 * [sys.maxsize]), **more)
         asked += len(tokens)
         ledger.assert_adds_up()
     assert ledger.tokens("heap")[0] == asked

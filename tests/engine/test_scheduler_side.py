@@ -310,8 +310,8 @@ def test_a_bypass_that_comes_later_keeps_nothing_more(host, said):
 
 def test_a_request_that_wants_no_cached_prefix_is_stored_nevertheless(host, said):
     served, asked = host(), prompt(1, 3 * CHUNK)
-    assert served.ask("first", asked, reads_cache=False) == 0
-    assert served.ask("second", asked, reads_cache=False) == 0
+    assert served.ask("first", asked, most_loaded=0) == 0
+    assert served.ask("second", asked, most_loaded=0) == 0
     assert said()[-1] == "kvtier: second: 24 tokens: 0 from kvtier, 24 computed (it asked not to read cached prefixes)"
     assert served.ask("third", asked) == 3 * CHUNK
 

@@ -30,6 +30,7 @@ SALTS = "tests/engine/test_salts.py::"
 SELFTEST = "plugins/kvtier_vllm/tests/test_self_test.py::"
 SEAM = "tests/engine/test_scheduler_side.py::"
 GROUPS = "tests/engine/test_groups.py::"
+WITHHELD = "tests/engine/test_withheld.py::"
 BESIDE = "plugins/kvtier_vllm/tests/test_beside_others.py::"
 
 MUTANTS = (
@@ -186,6 +187,34 @@ MUTANTS = (
         "self._self_test.end(result.progress.off)",
         "pass",
         TROUBLE + "test_no_lookup_or_reservation_after_a_worker_has_failed",
+    ),
+    Mutant(
+        "what-is-withheld-is-stored",
+        STORING,
+        ", state.view.most_stored)",
+        ", state.view.tokens)",
+        WITHHELD + "test_nothing_of_a_request_is_stored_and_nobody_hears_of_it",
+    ),
+    Mutant(
+        "policies-hear-of-what-is-withheld",
+        TRACKED,
+        " and not view.withheld:\n                self._stack",
+        ":\n                self._stack",
+        WITHHELD + "test_nothing_of_a_request_is_stored_and_nobody_hears_of_it",
+    ),
+    Mutant(
+        "the-engines-own-hit-names-what-is-withheld",
+        TRACKED,
+        "if match.shared > match.computed // self.chunk_tokens else 0",
+        "",
+        WITHHELD + "test_what_the_engine_has_may_be_the_requests_own",
+    ),
+    Mutant(
+        "recordings-have-what-is-withheld",
+        SCHEDULER,
+        "min(view.prompt_tokens, view.most_stored)),",
+        "view.prompt_tokens),",
+        WITHHELD + "test_a_recording_has_only_what_is_stored",
     ),
     Mutant(
         "requests-go-on-over-an-epoch",

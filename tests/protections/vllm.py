@@ -13,6 +13,7 @@ EVENTS = "plugins/kvtier_vllm/tests/test_kv_events.py::"
 REUSE = "plugins/kvtier_vllm/kvtier_vllm/reuse.py"
 OF_REUSE = "plugins/kvtier_vllm/tests/test_reuse.py::"
 BESIDE = "plugins/kvtier_vllm/tests/test_beside_others.py::"
+WORDS = "plugins/kvtier_vllm/tests/test_words_of_requests.py::"
 
 MUTANTS = (
     Mutant(
@@ -21,6 +22,13 @@ MUTANTS = (
         "reads_handovers=all(report.is_alone for report in self._reports)",
         "reads_handovers=True",
         BESIDE + "test_beside_others_kvtier_leaves_words_about_prefill_and_decode_to_them",
+    ),
+    Mutant(
+        "unread-words-store",
+        "plugins/kvtier_vllm/kvtier_vllm/requests/words.py",
+        "(limit or 0 for",
+        "(_ALL if limit is None else limit for",
+        WORDS + "test_a_word_that_cannot_be_read_stores_nothing_and_is_logged_once",
     ),
     Mutant(
         "held-means-readable-now",

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from kvtier_core.engine.request_view import Bypass
 from kvtier_core.engine.scheduler.requests import RequestState
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.interface import Stack
@@ -99,10 +98,10 @@ class Handovers:
         self._report(state, kept, len(path) - kept, reason, reason)
         return kept * self._chunk_tokens
 
-    def refuse(self, state: RequestState, bypass: Bypass, chunks: int) -> None:
-        """A prompt of ``chunks`` whole chunks that another engine continues was bypassed: nothing of it is kept."""
+    def refuse(self, state: RequestState, why: str, chunks: int) -> None:
+        """Nothing is kept of a prompt of ``chunks`` whole chunks that another engine continues."""
         self.drop(state)
-        self._report(state, 0, chunks, BYPASSED, bypass.reason)
+        self._report(state, 0, chunks, BYPASSED, why)
 
     def drop(self, state: RequestState) -> None:
         """No other engine will continue this request."""

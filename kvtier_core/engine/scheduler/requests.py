@@ -131,14 +131,15 @@ class RequestState:
         """
         events: list[Event] = []
         left, answered = self.view.tokens - self.match.computed, time.time() - ago
+        unasked = max(0, left - self.view.most_loaded) if asked else left
         for tier in tiers:
             if left <= 0:
                 break
             hit = hits.get(tier, 0)
             rest = self.match.left
-            here = rest.chunks if asked and isinstance(rest, Declined) and rest.tier == tier else 0
-            declined = min(here * chunk_tokens, left - hit)
-            missed = left - hit - declined if asked else 0
+            here = rest.chunks if isinstance(rest, Declined) and rest.tier == tier else 0
+            declined = min(here * chunk_tokens, left - hit - unasked)
+            missed = left - hit - declined - unasked
             waited, request = self.wait.total, self.name
             events += [
                 Event(kind, tier, tokens=tokens, why=why, seconds=waited, request=request, at=answered)
@@ -147,11 +148,11 @@ class RequestState:
                     (EventKind.HIT, hit, ""),
                     (EventKind.MISSED, missed, ""),
                     (EventKind.BYPASSED, declined, DECLINED),
-                    (EventKind.BYPASSED, 0 if asked else left, NOT_ASKED),
+                    (EventKind.BYPASSED, unasked, NOT_ASKED),
                 )
                 if tokens
             ]
-            left = missed if asked else left
+            left = missed + unasked
         return events
 
 
@@ -185,13 +186,15 @@ class Requests:
         return self._states.get(request_id)
 
     def track(self, view: RequestView) -> RequestState:
-        """Note the latest view of a request. The first call tells the stack's policies about its path."""
+        """Note the latest view of a request. The first call tells the stack's policies about its path, if all of it
+        may be stored.
+        """
         state = self._states.get(view.request_id)
         if state is None:
             name = printable(view.request_id)
             holder = f"request {name} ({next(self._arrivals)})"
             state = self._states[view.request_id] = RequestState(view, name, self._clock(), holder)
-            if not isinstance(view.identity, Bypass):
+            if not isinstance(view.identity, Bypass) and not view.withheld:
                 self._stack.on_request(self.keys(state, view.tokens), view.hints, view.identity.salt)
         if isinstance(view.identity, Bypass):
             state.bypass = view.identity
@@ -199,6 +202,16 @@ class Requests:
             state.stored_chunks, state.logged = 0, False
         state.view = view
         return state
+
+    def matched(self, state: RequestState) -> None:
+        """Tell the stack's policies about the rest of a request's path: of tokens that may not be stored, only those
+        that others have stored.
+        """
+        view, match = state.view, state.match
+        if view.withheld and not state.bypass:
+            others = match.shared if match.shared > match.computed // self.chunk_tokens else 0
+            path = self.keys(state, view.tokens)[: max(others, self.chunks(view.most_stored))]
+            self._stack.on_request(path, view.hints, state.identity.salt)
 
     def finish(self, request_id: str) -> RequestState | None:
         """Forget a request. Returns its last state; None if it was never tracked."""

@@ -44,6 +44,8 @@ _STALL_TIMEOUT = 5.0
 #: time that the request has waited, if that is longer: some stores charge for queries.
 _ASK_AGAIN, _ASK_AGAIN_SHARE = 0.025, 0.25
 
+_WITHHELD = "it asked to store nothing"
+
 #: Seconds that a step which computes nothing waits for the I/O threads. Without the wait the engine would immediately
 #: step again and take the GIL from them.
 _IDLE_WAIT = 1e-3
@@ -116,7 +118,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         """A request joins the engine's queue: its chunks in lower tiers are promoted while it waits there."""
         state = self.track(view)
         if not self._why_no_lookup(state):
-            keys = self._requests.keys(state, self._requests.loadable(view.tokens))
+            keys = self._requests.keys(state, self._loadable(view))
             self.manager.prefetch(keys, Terms(self._waiting.limit(state), state.identity.salt))
 
     def bypass(self, request_id: str, bypass: Bypass) -> None:
@@ -157,7 +159,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             return 0
         self._step_stack()
         first = computed // self.chunk_tokens
-        keys = self._requests.keys(state, self._requests.loadable(view.tokens))[first:]
+        keys = self._requests.keys(state, self._loadable(view, computed))[first:]
         if view.computed_elsewhere and self._clock() >= state.late.asks_again:
             pause = max(_ASK_AGAIN, _ASK_AGAIN_SHARE * sum(state.wait.seconds.values()))
             state.late.tier, state.late.asks_again = self.manager.ask_again(keys), self._clock() + pause
@@ -201,6 +203,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         if not state.logged:
             state.logged = True
             self._log_hit(state, tokens)
+            self._requests.matched(state)
             if not tokens:
                 self._count(state, {})
 
@@ -298,18 +301,21 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         number of tokens of its prompt that are kept for the engine that continues it; 0 if none does.
         """
         state, kept = self._requests.finish(view.request_id), 0
-        prompt = self._requests.loadable(view.prompt_tokens)
+        prompt = min(self._requests.loadable(view.prompt_tokens), view.most_stored)
         if state:
             self._stores.provenance.look_ahead(state.trust, self._requests.ahead(state))
             if not view.continued_elsewhere:
                 self._handovers.drop(state)
-            elif state.bypass:
-                self._handovers.refuse(state, state.bypass, self._requests.chunks(prompt))
+            elif reason := state.bypass.reason if state.bypass else "" if prompt else _WITHHELD:
+                self._handovers.refuse(state, reason, self._requests.chunks(view.prompt_tokens))
             else:
                 path = self._requests.keys(state, prompt)
                 kept = self._handovers.hand_over(state, path, self._waiting.limit(state))
             self._loads.release(state)
             self._tell_of(EventKind.FINISHED, state, seconds=self._clock() - state.since, why=reason)
+            if view.withheld:
+                tier = next(iter(self.manager.media), "")
+                self.events.tell([Event(EventKind.WITHHELD, tier, tokens=view.withheld, request=state.name)])
         if not self._requests:  # there may be no further step to report it in
             self.events.watch(self.manager.usage, now=True)
         self.status.step()
@@ -318,7 +324,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
                 state.since,
                 view.prompt_tokens,
                 view.tokens - view.prompt_tokens,
-                () if state.bypass else self._requests.keys(state, view.prompt_tokens),
+                () if state.bypass else self._requests.keys(state, min(view.prompt_tokens, view.most_stored)),
                 reason,
             )
         return kept
@@ -388,7 +394,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             return state.bypass.reason
         if state.load.failed:
             return "its load failed"
-        return "" if state.view.reads_cache else "it asked not to read cached prefixes"
+        return "" if state.view.most_loaded else "it asked not to read cached prefixes"
 
     def _why_no_hit(self, keys: Sequence[ChunkKey], found: Lookup) -> str:
         """Why a lookup found nothing that can be loaded now."""
@@ -403,6 +409,10 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             return "the self-test has not finished"
         return "it was not promoted in time"
 
+    def _loadable(self, view: RequestView, computed: int = 0) -> int:
+        """The number of tokens whose chunks may be loaded, of an engine that has the first ``computed``."""
+        return min(self._requests.loadable(view.tokens), computed + view.most_loaded)
+
     def _step_stack(self) -> None:
         """Process what the threads did during the last step, before the first request of the next one is matched."""
         if not self._stepped:
@@ -412,6 +422,9 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
     def _log_hit(self, state: RequestState, tokens: int) -> None:
         match = state.match
         why = match.reason + (self._waiting.explain(state, tokens) if tokens else "")
+        if state.view.withheld:
+            most = state.view.most_stored
+            why += f"; it asked to store {most} tokens" if most else f"; {_WITHHELD}"
         asked, tiers = state.view.tokens, dict(state.load.sources if tokens else {})
         told = {"tokens": asked, "loaded": tokens, "engine_had": match.computed, "tiers": tiers, "why": why}
         logger.info("kvtier: %s: %d tokens: %s", state.name, asked, sources(told))
@@ -436,7 +449,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
     def _with_late(self, state: RequestState, found: Lookup) -> Lookup:
         """``found``, and what another engine has just computed for the request and no tier has, as arriving chunks."""
         here = state.match.computed // self.chunk_tokens + found.chunks + found.pending
-        tokens = min(state.view.computed_elsewhere, self._requests.loadable(state.view.tokens))
+        tokens = min(state.view.computed_elsewhere, self._loadable(state.view, state.match.computed))
         late = self._requests.chunks(tokens) - here
         fits = not isinstance(found.rest, Declined | TooSmall)
         if late <= 0 or not fits or not state.late.tier or state.view.preemptions:

@@ -58,7 +58,7 @@ class Storing:
     def plan(self, state: RequestState, scheduled: ScheduledRequest, step: Step, *, may_store: bool) -> Jobs:
         """Store the chunks of a request that this step completes, if their KV is trusted."""
         trusted = self.provenance.computed(state.trust, scheduled, step, self._requests.ahead(state))
-        known = state.view.tokens if self._save_decode else state.view.prompt_tokens
+        known = min(state.view.tokens if self._save_decode else state.view.prompt_tokens, state.view.most_stored)
         # KV that depends on the tokens after a position is computed with the last of them, or just before.
         end = min(trusted + bool(self._lookahead), known)
         whole = self._requests.chunks(end)

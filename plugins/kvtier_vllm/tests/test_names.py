@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import attrs
 import pytest
 import torch
@@ -218,7 +220,7 @@ def test_a_request_with_an_adapter_notes_its_name(names):
 def test_a_view_is_the_request_as_it_is_now_and_is_forgotten_with_it(tracker):
     request = asked(1, cache_salt="alice")
     first = tracker.view(request)
-    assert (first.tokens, first.prompt_tokens, first.computed_tokens, first.reads_cache) == (256, 256, 0, True)
+    assert (first.tokens, first.prompt_tokens, first.computed_tokens, first.most_loaded) == (256, 256, 0, sys.maxsize)
     assert attrs.evolve(first.identity, items=()).salt == b'{"cache_salt": "alice"}'
     request.append_output_token_ids(7)
     request.num_computed_tokens = 256

@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from kvtier_core.outside import Printable, printable
 from kvtier_core.policies.gittins import HINT
+from kvtier_vllm.requests.words import WORDS, complaint
 
 logger = logging.getLogger("kvtier")
 
@@ -29,25 +30,34 @@ _MAX_LOGGED = 16
 
 
 class UnreadWords:
-    """Logs each word of clients once that begins as kvtier's do, and that no policy of kvtier reads."""
+    """Logs each word of clients once that is kvtier's, or begins as those do, and that kvtier makes nothing of."""
 
     def __init__(self) -> None:
         self._logged: set[Printable] = set()
 
     def look(self, parameters: object, hints: Mapping[str, str]) -> None:
         """Look at a request's ``kv_transfer_params``, of which these hints were made."""
-        for word in parameters if isinstance(parameters, Mapping) else ():
+        for word, value in parameters.items() if isinstance(parameters, Mapping) else ():
             if len(self._logged) >= _MAX_LOGGED:
                 return
-            if isinstance(word, str) and word.startswith(_PREFIX):
-                self._log(printable(word), is_hint=word.removeprefix(_PREFIX) in hints)
+            if isinstance(word, str) and (why := _complaint(word, value, hints)):
+                self._log(printable(word), why)
 
-    def _log(self, word: Printable, *, is_hint: bool) -> None:
-        if word in self._logged or (is_hint and word == _PREFIX + HINT):
-            return
-        self._logged.add(word)
-        why = f"kvtier's own policies read only {_PREFIX}{HINT}" if is_hint else "malformed or too long, so ignored"
-        logger.info("kvtier: %s in kv_transfer_params: %s; logged once", word, why)
+    def _log(self, word: Printable, why: str) -> None:
+        if word not in self._logged:
+            self._logged.add(word)
+            logger.info("kvtier: %s in kv_transfer_params: %s; logged once", word, why)
+
+
+def _complaint(word: str, value: object, hints: Mapping[str, str]) -> str:
+    """What the log says of a word of kvtier's that it makes nothing of; empty for others."""
+    if word in WORDS:
+        return complaint(word, value)
+    if not word.startswith(_PREFIX):
+        return ""
+    if (hint := word.removeprefix(_PREFIX)) not in hints:
+        return "malformed or too long, so ignored"
+    return "" if hint == HINT else f"kvtier's own policies read only {_PREFIX}{HINT}"
 
 
 def hints_of(request: Request) -> Mapping[str, str]:
@@ -67,6 +77,7 @@ def _client_hints(parameters: object) -> Mapping[str, str]:
         for name, value in parameters.items()
         if isinstance(name, str)
         and name.startswith(_PREFIX)
+        and name not in WORDS
         and _VERSION not in name
         and isinstance(value, str)
         and len(name) + len(value) <= _MAX_CHARACTERS

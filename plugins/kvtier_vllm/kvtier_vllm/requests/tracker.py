@@ -17,6 +17,7 @@ from kvtier_vllm.requests.hints import UnreadWords, hints_of
 from kvtier_vllm.requests.identity import Identifier, RequestIdentity
 from kvtier_vllm.requests.items import content
 from kvtier_vllm.requests.names import CachedNames
+from kvtier_vllm.requests.words import most_loaded, most_stored
 
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -27,6 +28,8 @@ class _Tracked:
     identity: RequestIdentity | Bypass
     hints: Mapping[str, str]
     traceparent: Printable
+    most_loaded: int
+    most_stored: int
     continued_elsewhere: bool = False
     computed_elsewhere: int = 0
     computed: int = 0  #: tokens that vLLM had when it last asked for a match
@@ -57,12 +60,13 @@ class RequestTracker:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             traceparent = printable((request.trace_headers or {}).get("traceparent", ""))
-            tracked = _Tracked(request, self._identifier.identify(request), hints_of(request), traceparent)
+            said = request.kv_transfer_params
+            identity, limits = self._identifier.identify(request), (most_loaded(said), most_stored(said))
+            tracked = _Tracked(request, identity, hints_of(request), traceparent, *limits)
             if self._reads_handovers:
-                said = request.kv_transfer_params
                 tracked.continued_elsewhere = is_continued_elsewhere(said)
                 tracked.computed_elsewhere = computed_elsewhere(said, request.num_prompt_tokens)
-            self._unread.look(request.kv_transfer_params, tracked.hints)
+            self._unread.look(said, tracked.hints)
             self._tracked[request.request_id] = tracked
             if adapter := request.lora_request:
                 self._names.note_adapter(stand_in(adapter.lora_name), self._identifier.adapter(adapter))
@@ -127,7 +131,8 @@ def _view(request: Request, tracked: _Tracked) -> RequestView:
         prompt_tokens=request.num_prompt_tokens,
         identity=identity if isinstance(identity, Bypass) else identity.kv,
         hints=tracked.hints,
-        reads_cache=not request.skip_reading_prefix_cache,
+        most_loaded=0 if request.skip_reading_prefix_cache else tracked.most_loaded,
+        most_stored=tracked.most_stored,
         computed_tokens=request.num_computed_tokens,
         continued_elsewhere=tracked.continued_elsewhere
         and (request.status in _ENDED_WELL or not request.is_finished()),

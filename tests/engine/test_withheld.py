@@ -1,0 +1,142 @@
+"""What a request asks not to store leaves no chunk, no event with its key, and nothing in a policy or a recording."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+from fake_host import CHUNK, prompt
+from test_accounting import Ledger
+from test_scheduler_side import host, said, stack, stored  # noqa: F401 - fixtures
+
+from kvtier_core.engine.recorder import Recorder
+from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.types import EventKind
+
+HEAD = prompt(1, 3 * CHUNK)
+ASKED = prompt(2, 6 * CHUNK + 3, HEAD)
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """The paths that policies hear of, once for each tier."""
+    named = []
+    request = CacheIndex.request
+
+    def hears(self, path, now, hints):
+        named.append(list(path))
+        request(self, path, now, hints)
+
+    monkeypatch.setattr(CacheIndex, "request", hears)
+    return named
+
+
+def keys_of(engine, tokens):
+    """The keys of the chunks of a prompt."""
+    return [bytes.fromhex(chunk["key"]) for chunk in engine.side._where(tokens)["chunks"]]
+
+
+def told_keys(ledger):
+    return {bytes(key) for event in ledger.events for key in event.keys}
+
+
+def test_nothing_of_a_request_is_stored_and_nobody_hears_of_it(host, named, said):  # noqa: F811
+    engine = host(settings={"save_decode": True})
+    ledger, told = Ledger(engine), []
+    engine.side.path_listeners.append(lambda request, path, first: told.append(path))
+    request = engine.submit("1", ASKED, most_stored=0)
+    while request.computed < len(ASKED):
+        engine.step()
+    for token in range(2 * CHUNK):  # generated ones are the request's, too
+        engine.generate(request, token)
+        engine.step()
+    engine.finish(request)
+    engine.assert_at_rest()
+    assert [usage.chunks for usage in engine.manager.usage()] == [0, 0]
+    assert not told_keys(ledger) and not told and not any(named)
+    (line,) = said()
+    assert line.endswith("(not stored; it asked to store nothing)")
+    withheld = Counter({event.tier: event.tokens for event in ledger.events if event.kind is EventKind.WITHHELD})
+    assert withheld == {"heap": len(ASKED) + 2 * CHUNK}
+    assert engine.ask("2", ASKED) == 0
+
+
+def test_what_others_have_stored_is_loaded_and_counts_as_used(host, named, said):  # noqa: F811
+    engine = host()
+    engine.ask("others", HEAD)
+    path = keys_of(engine, ASKED)
+    named.clear()
+    said()
+    assert engine.ask("1", ASKED, most_stored=0) == len(HEAD)
+    assert stored(engine) == 3, "what it shares with others stays"
+    assert named == [path[:3]] * 2
+    assert said() == ["kvtier: 1: 51 tokens: 24 from kvtier (heap 24; it asked to store nothing), 27 computed"]
+
+
+def test_what_the_engine_has_may_be_the_requests_own(host, named):  # noqa: F811
+    """Its own cache may hold chunks that were withheld before: only those count that the stack has."""
+    engine = host()
+    state = engine.side.track(engine.submit("1", ASKED, most_stored=0).view())
+    assert engine.side.match(state.view, 2 * CHUNK) == 0
+    engine.side.admitted(state.view, [[0] * 20], 0)
+    assert named == [[], []]
+
+
+def test_only_the_first_tokens_are_stored(host, named, said):  # noqa: F811
+    engine, most = host(), 4 * CHUNK + 5
+    path = keys_of(engine, ASKED)
+    assert engine.ask("1", ASKED, most_stored=most) == 0
+    assert stored(engine) == 4 and named == [path[:4]] * 2
+    assert said()[0].endswith(f"(not stored; it asked to store {most} tokens)")
+    assert engine.ask("2", ASKED) == 4 * CHUNK
+    assert stored(engine) == 6
+
+
+def test_a_request_that_withholds_nothing_is_named_when_it_comes(host, named):  # noqa: F811
+    engine = host()
+    engine.side.track(engine.submit("1", ASKED, most_stored=len(ASKED)).view())
+    assert named == [keys_of(engine, ASKED)] * 2
+
+
+def test_chunks_that_come_back_from_a_tier_below_are_not_the_requests_own(host, named):  # noqa: F811
+    engine = host(chunks=6)
+    engine.ask("others", HEAD)
+    engine.ask("more", prompt(3, 6 * CHUNK))
+    assert stored(engine) == 6
+    assert engine.ask("1", ASKED, most_stored=0) == len(HEAD), "they are promoted"
+    assert not {*keys_of(engine, ASKED)[3:]} & {key for path in named for key in path}
+
+
+@pytest.mark.parametrize("most, loaded", [(0, 0), (CHUNK - 1, 0), (CHUNK, CHUNK), (2 * CHUNK + 3, 2 * CHUNK)])
+def test_only_so_many_tokens_are_loaded(host, most, loaded):  # noqa: F811
+    engine = host()
+    engine.ask("others", HEAD)
+    ledger = Ledger(engine)
+    assert engine.ask("1", ASKED, most_loaded=most) == loaded
+    ledger.assert_adds_up()
+    assert ledger.tokens("heap") == (len(ASKED), loaded, most - loaded, len(ASKED) - most)
+    assert stored(engine) == 6, "it is stored nevertheless"
+
+
+def test_another_engine_is_told_that_nothing_is_kept(host, caplog):  # noqa: F811
+    engine = host()
+    request = engine.submit("1", ASKED, most_stored=0, continued_elsewhere=True)
+    engine.run(request)
+    assert request.kept == 0 and not engine.manager.pins_by_holder()
+    assert "it asked to store nothing" in caplog.text.splitlines()[-1]
+    first = engine.submit("2", ASKED, most_stored=2 * CHUNK, continued_elsewhere=True)
+    engine.run(first)
+    assert first.kept == 2 * CHUNK
+
+
+def test_a_recording_has_only_what_is_stored(host, stack, tmp_path):  # noqa: F811
+    config = stack(record={"path": str(tmp_path)})
+    recorder = Recorder(config)
+    engine = host(recorder=recorder)
+    for number, most in enumerate((0, 2 * CHUNK, sys.maxsize)):
+        engine.ask(f"{number}", ASKED, most_stored=most)
+    recorder.close()
+    lines = map(json.loads, recorder.path.read_text().splitlines())
+    assert [len(line["hash_ids"]) for line in lines] == [0, 2, 6]
