@@ -23,7 +23,7 @@ DATA_PLANE = [
 BUDGETS = {
     "builtin": 500,
     "cli": 360,
-    "config": 2330,
+    "config": 2340,
     "encoding": 530,
     "engine": 3190,
     "frames": 620,

@@ -152,6 +152,14 @@ class IdentityConfig:
         return self.weights.startswith(NAMED)
 
 
+@attrs.frozen
+class RequestsConfig:
+    """Whether requests that do not say it themselves are stored and loaded."""
+
+    store: Literal["all", "no"] = "all"  #: with ``no``, only requests that say ``kvtier.store: all``
+    load: Literal["all", "no"] = "all"  #: with ``no``, only requests that say ``kvtier.load: all``
+
+
 def _one_or_more(config: object, field: attrs.Attribute, tokens: int | Literal["auto"]) -> None:
     if tokens != "auto":
         attrs.validators.ge(1)(config, field, tokens)
@@ -187,6 +195,7 @@ class StackConfig:
     #: ``auto`` loads from a store tier if that is faster than computing; ``always`` loads every chunk that it has.
     load: Literal["auto", "always"] = "auto"
     save_decode: bool = False  #: store chunks of generated tokens, too
+    requests: RequestsConfig = attrs.field(factory=RequestsConfig)  #: which requests are stored and loaded
     identity: IdentityConfig = attrs.field(factory=IdentityConfig)  #: decides which engines may share KV
     #: The reaction to a reset of vLLM's caches. vLLM resets them for new weights, a sleep or a pause, and does not
     #: report which: ``keep`` is for an engine whose weights never change while it runs.
@@ -263,8 +272,8 @@ class StackConfig:
         """Raise ConfigError for settings that have no effect on the pages of another engine's own offloading."""
         problems = [
             self.problem(f"$.{name}", "it has no effect where the host moves the pages", "remove it")
-            for name in ("server", "record", "chunk_tokens", "save_decode", "programs")
-            if getattr(self, name) not in (None, "auto", False, ())
+            for name in ("server", "record", "chunk_tokens", "save_decode", "requests", "programs")
+            if getattr(self, name) not in (None, "auto", False, RequestsConfig(), ())
         ]
         if problems:
             raise ConfigError(problems)

@@ -19,7 +19,7 @@ MUTANTS = (
     Mutant(
         "two-connectors-answer-to-the-same-words",
         CONNECTOR,
-        "reads_handovers=all(report.is_alone for report in self._reports)",
+        "reads_handovers=is_alone",
         "reads_handovers=True",
         BESIDE + "test_beside_others_kvtier_leaves_words_about_prefill_and_decode_to_them",
     ),
@@ -27,7 +27,7 @@ MUTANTS = (
         "unread-words-store",
         "plugins/kvtier_vllm/kvtier_vllm/requests/words.py",
         "(limit or 0 for",
-        "(_ALL if limit is None else limit for",
+        "(sys.maxsize if limit is None else limit for",
         WORDS + "test_a_word_that_cannot_be_read_stores_nothing_and_is_logged_once",
     ),
     Mutant(

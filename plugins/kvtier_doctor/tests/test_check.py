@@ -32,6 +32,8 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.load_wait", "0.5s", "kvtier.yaml:2"],
         ["$.load", "auto", "default"],
         ["$.save_decode", "false", "default"],
+        ["$.requests.store", "all", "default"],
+        ["$.requests.load", "all", "default"],
         ["$.identity.weights", "full", "default"],
         ["$.identity.ranks", "own", "default"],
         ["$.on_reset", "forget", "default"],

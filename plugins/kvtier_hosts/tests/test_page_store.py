@@ -272,8 +272,10 @@ def test_a_page_of_another_length_is_refused(host, tmp_path):
 
 
 def test_settings_that_a_host_decides_about_are_refused(host, tmp_path):
-    with pytest.raises(ConfigError, match=r"chunk_tokens: it has no effect where the host moves the pages; remove it"):
-        host(disk(tmp_path / "kv"), chunk_tokens=64)
+    for settings in ({"chunk_tokens": 64}, {"requests": {"store": "no"}}):
+        (name,) = settings
+        with pytest.raises(ConfigError, match=f"{name}: it has no effect where the host moves the pages; remove it"):
+            host(disk(tmp_path / "kv"), **settings)
 
 
 def test_in_a_forked_process_jobs_end_at_once_with_nothing(host, tmp_path):

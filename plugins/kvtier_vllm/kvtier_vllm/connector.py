@@ -178,7 +178,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(opened, Refusal):
             return self._refuse(opened.reason)
         # Two connectors that answer to the same words would end the engine.
-        self._requests = RequestTracker(reads_handovers=all(report.is_alone for report in self._reports))
+        is_alone = all(report.is_alone for report in self._reports)
+        self._requests = RequestTracker(reads_handovers=is_alone, defaults=self.config.requests)
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
         follow_calls(_workers_were_called)

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 from outsiders import TEXTS
-from real_engines import CHUNK, Engine, cpu_and_disk, prompt
+from real_engines import CHUNK, Engine, cpu, cpu_and_disk, prompt
 from sizes import LONG
 from test_serving import NOISE
 
@@ -38,6 +38,19 @@ ALL = sys.maxsize
 )
 def test_words_are_limits(said, loaded, stored):
     assert (most_loaded(said), most_stored(said)) == (loaded, stored)
+
+
+@pytest.mark.parametrize(
+    ("said", "limit"),
+    [
+        ({}, 0),
+        ({"kvtier.store": "all", "kvtier.load": "all"}, ALL),
+        ({"max_offload_tokens": 64, "max_load_tokens": 64}, 64),
+        ({"kvtier.store": "yes", "kvtier.load": "yes"}, 0),
+    ],
+)
+def test_where_requests_are_not_stored_or_loaded_by_default_their_own_word_counts(said, limit):
+    assert (most_loaded(said, "no"), most_stored(said, "no")) == (limit, limit)
 
 
 @pytest.mark.parametrize("wrong", [None, True, False, 0.5, -1, [], {}, "NO", "maybe", b"no", *TEXTS.values()])
@@ -153,3 +166,14 @@ def test_tiers_hold_what_may_be_stored_and_nothing_else(model, tmp_path):
     assert min(kinds["loaded"], kinds["withheld"]) > len(traffic) // 10, kinds
     engine.assert_at_rest()
     engine.close()
+
+
+def test_an_operator_decides_for_requests_that_say_nothing(engine):
+    asked = prompt(1, 2 * CHUNK + 3)
+    with engine(cpu(requests={"store": "no", "load": "no"})) as served:
+        served.ask(asked)
+        served.ask(asked, parameters={"kvtier.store": "all"})
+        assert served.ask(asked)[0].cached == 0
+        assert served.ask(asked, parameters={"kvtier.load": "all"})[0].cached == 2 * CHUNK
+        assert held(served) == {*keys_of(served, asked)}
+        served.assert_at_rest()

@@ -8,6 +8,7 @@ import attrs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvtier_core.config.model import RequestsConfig
 from kvtier_core.engine.request_view import Bypass, RequestView
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.outside import Printable, printable, stand_in
@@ -39,9 +40,18 @@ class RequestTracker:
     """Identifies each request once, and checks what vLLM's own caches supply to it. For the scheduler's thread."""
 
     def __init__(
-        self, identifier: Identifier | None = None, names: CachedNames | None = None, *, reads_handovers: bool = False
+        self,
+        identifier: Identifier | None = None,
+        names: CachedNames | None = None,
+        *,
+        reads_handovers: bool = False,
+        defaults: RequestsConfig | None = None,
     ) -> None:
-        """``reads_handovers``: a request may state that another engine has computed its prompt, or continues it."""
+        """``reads_handovers``: a request may state that another engine has computed its prompt, or continues it.
+
+        ``defaults`` are for requests that do not say how much of them is stored and loaded.
+        """
+        self._defaults = defaults or RequestsConfig()
         self._reads_handovers = reads_handovers
         self._identifier = identifier or Identifier()
         self._names = names or CachedNames()
@@ -61,7 +71,8 @@ class RequestTracker:
         if tracked is None:
             traceparent = printable((request.trace_headers or {}).get("traceparent", ""))
             said = request.kv_transfer_params
-            identity, limits = self._identifier.identify(request), (most_loaded(said), most_stored(said))
+            identity, defaults = self._identifier.identify(request), self._defaults
+            limits = most_loaded(said, defaults.load), most_stored(said, defaults.store)
             tracked = _Tracked(request, identity, hints_of(request), traceparent, *limits)
             if self._reads_handovers:
                 tracked.continued_elsewhere = is_continued_elsewhere(said)

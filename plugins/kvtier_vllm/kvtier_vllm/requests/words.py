@@ -9,20 +9,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-_ALL = sys.maxsize
+#: The limits in tokens that these words set.
+_LIMITS = {"no": 0, "all": sys.maxsize}
 _LOADED = ("kvtier.load", "max_load_tokens")
 _STORED = ("kvtier.store", "max_offload_tokens")
 WORDS = _LOADED + _STORED
 
 
-def most_loaded(parameters: object) -> int:
+def most_loaded(parameters: object, default: str = "all") -> int:
     """How many tokens may be loaded after those that the engine has. A word that cannot be read says nothing."""
-    return min(_ALL, *(_ALL if limit is None else limit for limit in _said(parameters, _LOADED)))
+    said = [limit for limit in _said(parameters, _LOADED) if limit is not None]
+    return min(said, default=_LIMITS[default])
 
 
-def most_stored(parameters: object) -> int:
+def most_stored(parameters: object, default: str = "all") -> int:
     """How many tokens, from the first one on, may be stored: none if a word cannot be read."""
-    return min(_ALL, *(limit or 0 for limit in _said(parameters, _STORED)))
+    return min((limit or 0 for limit in _said(parameters, _STORED)), default=_LIMITS[default])
 
 
 def complaint(word: str, value: object) -> str:
@@ -36,10 +38,10 @@ def complaint(word: str, value: object) -> str:
 def _said(parameters: object, words: tuple[str, ...]) -> list[int | None]:
     """The limits in tokens that a request sets with these words; None for each one that cannot be read."""
     said = parameters if isinstance(parameters, Mapping) else {}
-    return [_limit(word, said[word]) if word in said else _ALL for word in words]
+    return [_limit(word, said[word]) for word in words if word in said]
 
 
 def _limit(word: str, value: object) -> int | None:
     if word.startswith("kvtier."):
-        return {"no": 0, "all": _ALL}.get(value) if isinstance(value, str) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+        return _LIMITS.get(value) if isinstance(value, str) else None
+    return min(value, _LIMITS["all"]) if type(value) is int and value >= 0 else None
