@@ -337,7 +337,7 @@ MUTANTS = (
         DISK + "/shared_folder.py",
         "if status.st_dev != known.st_dev and not is_shared(folder):",
         "if False:",
-        SHARED_DISK + "test_a_folder_that_is_not_mounted_is_not_written_to",
+        SHARED_DISK + "test_what_lies_below_the_mount_point_is_not_used",
     ),
     Mutant(
         "a-shared-folder-is-swept",

@@ -96,10 +96,10 @@ MUTANTS = (
         OPENED + "test_memory_that_was_seen_open_is_never_trusted_again",
     ),
     Mutant(
-        "opened-memory-is-adopted",
-        "plugins/kvtier_cpu/kvtier_cpu/segment.py",
-        " and not why_no_file(status)",
-        "",
+        "opened-memory-stops-a-server",
+        "kvtier_core/storekit/folder.py",
+        'if self._opened != "is left" and self._makes_way(self.status(name)):',
+        "if False:",
         OPENED + "test_memory_that_was_opened_between_two_servers_is_not_adopted",
     ),
     Mutant(

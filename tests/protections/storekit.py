@@ -68,8 +68,8 @@ MUTANTS = (
     Mutant(
         "files-for-everyone",
         STOREKIT + "/folder.py",
-        "if marked else 0o600,",
-        "if marked else 0o644,",
+        "0o600 if marked else 0o600,",
+        "0o644 if marked else 0o644,",
         "plugins/kvtier_disk/tests/test_disk.py::test_names_come_from_keys_and_no_other_user_may_look",
     ),
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = (
         STOREKIT + "/folder.py",
         "elif status.st_uid != os.geteuid():",
         "elif False:",
-        GDS_SECURITY + "test_a_strangers_file_is_not_adopted_when_the_folder_is_closed_to_others",
+        DISK_SECURITY + "test_only_a_regular_file_is_a_frame",
     ),
     Mutant(
         "files-open-to-others",

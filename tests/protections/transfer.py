@@ -271,7 +271,7 @@ MUTANTS = (
         PAGE_LISTS,
         "place.offset, firsts[place.group], place.blocks",
         "place.offset, 0, place.blocks",
-        "tests/transfer/test_mover.py::test_store",
+        "tests/transfer/test_mover.py::test_each_group_of_a_part_has_blocks_of_its_own",
     ),
     Mutant(
         "plugins-end-threads",

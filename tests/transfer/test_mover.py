@@ -149,6 +149,22 @@ def blocks_of(draw, runtime, number, count):
     return [block if want else NO_BLOCK for block, want in zip(ids, wanted, strict=True)]
 
 
+@pytest.mark.parametrize("copier", [PlainCopier, Copier])
+def test_each_group_of_a_part_has_blocks_of_its_own(copier):
+    groups = [make_group((48, 96), name=name, block_tokens=16) for name in ("one", "other")]
+    runtime = World(ChunkLayout(groups, 32), copier=copier)
+    pages = [[[0, 1], [5, 3]]]
+    expected = runtime.after_store(pages, [2])
+    runtime.mover.store(1, pages, [2])
+    runtime.mover.wait([1])
+    assert runtime.state() == expected
+    expected = runtime.after_load([0], pages)
+    runtime.mover.load(2, [0], pages)
+    runtime.mover.wait([2])
+    assert runtime.state() == expected
+    runtime.mover.close()
+
+
 @settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_store(job):

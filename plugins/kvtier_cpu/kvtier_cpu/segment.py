@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier_core.errors import BackendError
-from kvtier_core.storekit.folder import Folder, is_made, nearest, why_no_file
+from kvtier_core.storekit.folder import Folder, is_made, nearest
 from kvtier_core.storekit.trial import TrialFolder
 from kvtier_core.types import size
 from kvtier_cpu.memory_limit import must_be_available
@@ -171,7 +171,7 @@ class _Kept:
             status = Folder.at(keep, looking=True).status(_NAME)
             self.nbytes = 512 * status.st_blocks
             fits = status.st_size == whole_pages(placement.nbytes, status.st_blksize)
-            self._fits = fits and is_made(status) and not why_no_file(status)
+            self._fits = fits and is_made(status)
         system = os.statvfs(nearest(keep))
         room = system.f_bavail * system.f_frsize + self.nbytes
         if system.f_blocks and placement.nbytes > room:  # a tmpfs without a bound has none

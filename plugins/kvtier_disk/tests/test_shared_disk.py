@@ -179,6 +179,24 @@ def test_a_folder_that_is_not_mounted_is_not_written_to(tmp_path, engine, inside
         assert read_all(ours, [FIRST]) == whole(FIRST)
 
 
+def test_what_lies_below_the_mount_point_is_not_used(tmp_path, engine):
+    """A folder with the right name that no engine has marked as shared."""
+    with tmpfs(tmp_path, 8 << 20) as disk:
+        disk.folder.chmod(0o700)
+        ours, below = engine(disk.folder / "kv"), disk.folder / "kv"
+        write(ours, FIRST)
+        subprocess.run(["mount", "--move", disk.folder, make(tmp_path / "elsewhere")], check=True)
+        try:
+            below.mkdir(mode=0o700)
+            for use in (read, write):
+                with pytest.raises(BackendError, match="not on the file system that was opened; is it mounted"):
+                    use(ours, FIRST)
+            assert list(below.iterdir()) == []
+        finally:
+            subprocess.run(["mount", "--move", tmp_path / "elsewhere", disk.folder], check=True)
+        assert read_all(ours, [FIRST]) == whole(FIRST)
+
+
 def make(folder):
     folder.mkdir()
     return folder
