@@ -301,13 +301,15 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         number of tokens of its prompt that are kept for the engine that continues it; 0 if none does.
         """
         state, kept = self._requests.finish(view.request_id), 0
-        prompt = min(self._requests.loadable(view.prompt_tokens), view.most_stored)
+        whole = self._requests.loadable(view.prompt_tokens)
+        prompt = min(whole, view.most_stored)
         if state:
             self._stores.provenance.look_ahead(state.trust, self._requests.ahead(state))
             if not view.continued_elsewhere:
                 self._handovers.drop(state)
-            elif reason := state.bypass.reason if state.bypass else "" if prompt else _WITHHELD:
-                self._handovers.refuse(state, reason, self._requests.chunks(view.prompt_tokens))
+            elif state.bypass or not prompt:
+                why = state.bypass.reason if state.bypass else _WITHHELD
+                self._handovers.refuse(state, why, self._requests.chunks(whole))
             else:
                 path = self._requests.keys(state, prompt)
                 kept = self._handovers.hand_over(state, path, self._waiting.limit(state))
