@@ -75,6 +75,16 @@ def test_parameters_of_clients_change_no_answer(server, parameters):
     assert cold.response["kv_transfer_params"] is warm.response["kv_transfer_params"] is None
 
 
+def test_a_client_forbids_storing_and_the_metrics_say_so(server):
+    asked, withheld = prompt(312, 530), server.metric("kvtier_withheld_tokens_total")
+    server.post("/reset_prefix_cache", params={"reset_external": True})
+    server.complete(asked, kv_transfer_params={"kvtier.store": "no"})
+    server.post("/reset_prefix_cache")
+    server.complete(asked)
+    assert server.outcomes() == [miss(530, "not stored; it asked to store nothing"), NOT_FOUND]
+    assert server.metric("kvtier_withheld_tokens_total") - withheld == 530 + 4
+
+
 def test_a_client_that_hangs_up(server):
     asked = prompt(311, 530)
     streaming = {"prompt": asked, "max_tokens": 1000, "ignore_eos": True, "stream": True}
