@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 
@@ -14,6 +13,7 @@ from test_scheduler_side import host, said, stack, stored  # noqa: F401 - fixtur
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.types import EventKind
+from kvtier_simulate.traces import read_trace
 
 HEAD = prompt(1, 3 * CHUNK)
 ASKED = prompt(2, 6 * CHUNK + 3, HEAD)
@@ -131,12 +131,12 @@ def test_another_engine_is_told_that_nothing_is_kept(host, caplog):  # noqa: F81
     assert first.kept == 2 * CHUNK
 
 
-def test_a_recording_has_only_what_is_stored(host, stack, tmp_path):  # noqa: F811
+def test_a_recording_has_nothing_of_prompts_that_are_not_stored_whole(host, stack, tmp_path):  # noqa: F811
+    """A line that had a part of its chunks could not be replayed."""
     config = stack(record={"path": str(tmp_path)})
     recorder = Recorder(config)
     engine = host(recorder=recorder)
     for number, most in enumerate((0, 2 * CHUNK, sys.maxsize)):
         engine.ask(f"{number}", ASKED, most_stored=most)
     recorder.close()
-    lines = map(json.loads, recorder.path.read_text().splitlines())
-    assert [len(line["hash_ids"]) for line in lines] == [0, 2, 6]
+    assert [len(prompt.path) for prompt in read_trace(recorder.path).prompts] == [0, 0, 6]

@@ -212,9 +212,9 @@ MUTANTS = (
     Mutant(
         "recordings-have-what-is-withheld",
         SCHEDULER,
-        "min(view.prompt_tokens, view.most_stored)),",
-        "view.prompt_tokens),",
-        WITHHELD + "test_a_recording_has_only_what_is_stored",
+        "if state.bypass or prompt < whole else",
+        "if state.bypass else",
+        WITHHELD + "test_a_recording_has_nothing_of_prompts_that_are_not_stored_whole",
     ),
     Mutant(
         "requests-go-on-over-an-epoch",

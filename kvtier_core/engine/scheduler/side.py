@@ -326,7 +326,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
                 state.since,
                 view.prompt_tokens,
                 view.tokens - view.prompt_tokens,
-                () if state.bypass else self._requests.keys(state, min(view.prompt_tokens, view.most_stored)),
+                () if state.bypass or prompt < whole else self._requests.keys(state, view.prompt_tokens),
                 reason,
             )
         return kept
