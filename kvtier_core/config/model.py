@@ -156,8 +156,8 @@ class IdentityConfig:
 class RequestsConfig:
     """Whether requests that do not say it themselves are stored and loaded."""
 
-    store: Literal["all", "no"] = "all"  #: with ``no``, only requests that say ``kvtier.store: all``
-    load: Literal["all", "no"] = "all"  #: with ``no``, only requests that say ``kvtier.load: all``
+    store: Literal["all", "no"] = "all"  #: with ``no``, only those that ask for it: ``kvtier.store: all``
+    load: Literal["all", "no"] = "all"  #: with ``no``, only those that ask for it: ``kvtier.load: all``
 
 
 def _one_or_more(config: object, field: attrs.Attribute, tokens: int | Literal["auto"]) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from kvtier_core.outside import Printable, printable
 from kvtier_core.policies.gittins import HINT
-from kvtier_vllm.requests.words import WORDS, complaint
+from kvtier_vllm.requests.words import WORDS, fault
 
 logger = logging.getLogger("kvtier")
 
@@ -40,7 +40,7 @@ class UnreadWords:
         for word, value in parameters.items() if isinstance(parameters, Mapping) else ():
             if len(self._logged) >= _MAX_LOGGED:
                 return
-            if isinstance(word, str) and (why := _complaint(word, value, hints)):
+            if isinstance(word, str) and (why := _remark(word, value, hints)):
                 self._log(printable(word), why)
 
     def _log(self, word: Printable, why: str) -> None:
@@ -49,10 +49,10 @@ class UnreadWords:
             logger.info("kvtier: %s in kv_transfer_params: %s; logged once", word, why)
 
 
-def _complaint(word: str, value: object, hints: Mapping[str, str]) -> str:
+def _remark(word: str, value: object, hints: Mapping[str, str]) -> str:
     """What the log says of a word of kvtier's that it makes nothing of; empty for others."""
     if word in WORDS:
-        return complaint(word, value)
+        return fault(word, value)
     if not word.startswith(_PREFIX):
         return ""
     if (hint := word.removeprefix(_PREFIX)) not in hints:

@@ -27,7 +27,7 @@ def most_stored(parameters: object, default: str = "all") -> int:
     return min((limit or 0 for limit in _said(parameters, _STORED)), default=_LIMITS[default])
 
 
-def complaint(word: str, value: object) -> str:
+def fault(word: str, value: object) -> str:
     """What the log says of a word with this value if it cannot be read; empty if it can."""
     if _limit(word, value) is not None:
         return ""
