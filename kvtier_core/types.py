@@ -117,7 +117,7 @@ class EventKind(enum.Enum):
     LOADED = "loaded"  #: the engine has copied chunks of a tier into its pages
     READ = "read"  #: a store tier has read frames, which passed verification
     WRITTEN = "written"  #: a tier has stored a frame
-    ASKED = "asked"  #: a shared store has reported which of these frames it has
+    ASKED = "asked"  #: a shared store was asked for frames, and has these
     EVICTED = "evicted"  #: a tier dropped a chunk to make room
     REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
     MISSING = "missing"  #: a frame was gone from a store whose index had it

@@ -157,6 +157,13 @@ def test_the_contents_of_a_shared_store_are_not_reported(bench):
     assert bench.manager.describe()[1] == "disk: shared with other engines"
 
 
+def test_an_event_names_only_what_the_store_has(bench):
+    """The other keys may be those of a request that stores nothing."""
+    bench.look(PATH)
+    told = bench.settle()
+    assert [event.keys for event in told if event.kind is EventKind.ASKED] == [(*PATH[:5],)]
+
+
 # -- what goes wrong -----------------------------------------------------------------------------------
 
 
@@ -209,6 +216,7 @@ def test_questions_without_an_answer_count_for_the_time_of_asking(tier):
     tier.tier.poll()
     tier.now = 5.0
     tier.settle()
+    assert tier.events() == [("io_error", [])], "no key: it may be that of a request that stores nothing"
     assert tier.tier.chooser.worth_asking(3, LoadLimit(20.0, 2.0))
     assert not tier.tier.chooser.worth_asking(3, LoadLimit(10.0, 2.0))
 

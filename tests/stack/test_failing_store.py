@@ -309,7 +309,7 @@ def test_a_wrong_answer_to_a_question_is_a_failure(monkeypatch, answer, why):
     assert bench.tier.remote.request([B])
     bench.tier.poll()
     bench.settle()
-    assert bench.tier.events == [Event(EventKind.IO_ERROR, "disk", (A, B), why=why)]
+    assert bench.tier.events == [Event(EventKind.IO_ERROR, "disk", (), why=why)]
     assert bench.has(A, B) == [False, False]
 
 

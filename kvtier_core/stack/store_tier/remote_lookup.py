@@ -97,28 +97,26 @@ class RemoteLookup:
     def _ask(self, keys: Sequence[ChunkKey], then: Callable[[Sequence[ChunkKey]], None]) -> None:
         if not self._health.can_read:
             return self._end(keys)
-        begun = self._calls.clock()
+        reads, begun = self._health.reads, self._calls.clock()
+        reads.begin(begun)
         self._speed.asked(begun)
 
         def answered(call: Call) -> None:
             self._speed.answered(begun, call.ended, ok=call.error is None)
+            there = [key for key, answer in zip(keys, call.value or (), strict=call.error is None) if answer]
+            self._health.record(reads, [], call.error)  # no event names a key of a chunk that may never be stored
             if call.error is None:
-                self._health.report(EventKind.ASKED, keys, seconds=call.seconds)
+                self._health.report(EventKind.ASKED, there, seconds=call.seconds)
             self._end(keys)
-            there = {key for key, answer in zip(keys, call.value or (), strict=call.error is None) if answer}
-            self.absent.add(set(keys) - there)
-            found = self._table.index.resident.missing([key for key in keys if key in there])
+            self.absent.add(set(keys).difference(there))
+            found = self._table.index.resident.missing(there)
             self._found += found
             then(found)
 
-        self._calls.run(
-            keys,
-            Use.READING,
-            self._health.reads,
-            lambda: as_many(self._backend.contains(keys), keys),
-            answered,
-            load=True,
-        )
+        def ask() -> Sequence[bool]:
+            return as_many(self._backend.contains(keys), keys)
+
+        self._calls.run(keys, Use.READING, None, ask, answered, load=True)
 
     def _end(self, keys: Collection[ChunkKey]) -> None:
         self._asked.difference_update(keys)
