@@ -25,7 +25,7 @@ BUDGETS = {
     "cli": 360,
     "config": 2340,
     "encoding": 530,
-    "engine": 3190,
+    "engine": 3210,
     "frames": 620,
     "identity": 280,
     "interfaces": 1050,
@@ -50,7 +50,7 @@ BUDGETS = {
     "kvtier_redis": 1880,
     "kvtier_remote": 1500,
     "kvtier_s3": 1530,
-    "kvtier_serve": 5500,
+    "kvtier_serve": 5510,
     "kvtier_simulate": 1780,
     "kvtier_testing": 5150,
     "kvtier_vllm": 4500,
@@ -98,11 +98,11 @@ def test_a_room_keeps_its_budget(name):
 
 
 def test_the_core_is_minimal():
-    assert weight(CORE) <= 20500
+    assert weight(CORE) <= 20520
 
 
 def test_the_data_plane_is_read_in_an_afternoon():
-    assert weight(*DATA_PLANE) <= 7912  # aim: 6600
+    assert weight(*DATA_PLANE) <= 7943  # aim: 6600
 
 
 def test_no_file_is_long():

@@ -136,7 +136,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
         collector.raise_if_any()
         pool = _pool("seal", 1, runtime, closing)
         media = {tier.name: tier.config.medium for tier in config.tiers}
-        if config.has_peers and isinstance(levels[0], Arena):
+        if (config.has_peers or runtime.seals_all) and isinstance(levels[0], Arena):
             levels[0].sealed, levels[0].copied = sealed, copied
         chosen = {tier.name: ", ".join(_chosen(tier)) for tier in config.tiers}
         later = None
@@ -144,8 +144,7 @@ def open_stack(config: StackConfig, ctx: OpenContext, runtime: Runtime = _REAL) 
             tiers = [functools.partial(opening.open_later, ctx, stored) for opening in absent]
             later = LaterTiers(tiers, _pool("later", 1, runtime, closing), runtime.clock)
         of_all = functools.partial(StorageManager, namespace=ctx.namespace, layout=ctx.layout, clock=runtime.clock)
-        all_sealed = runtime.seals_all or config.has_peers
-        manager = of_all(levels, pool=pool, media=media, chosen=chosen, seals_all=all_sealed, later=later)
+        manager = of_all(levels, pool=pool, media=media, chosen=chosen, later=later)
         closing.pop_all()
     return manager
 

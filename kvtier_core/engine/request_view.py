@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
+from kvtier_core.interfaces import Medium
 from kvtier_core.outside import Printable
+
+ANY_MEDIUM = frozenset(Medium)
 
 
 @attrs.frozen
@@ -54,7 +57,9 @@ class RequestView:
     identity: KVIdentity | Bypass = KVIdentity()
     hints: Mapping[str, str] = attrs.field(factory=dict)  #: from the client, for eviction policies
     most_loaded: int = sys.maxsize  #: tokens to load after those that the engine has, as the client asked
+    media: Collection[Medium] = ANY_MEDIUM  #: of the store tiers that it may be loaded from, as the client asked
     most_stored: int = sys.maxsize  #: tokens, from the first one on, that may be stored, as the client asked
+    memory_only: bool = False  #: may they be stored in memory only, as the client asked?
     computed_tokens: int = 0  #: tokens, from the first one on, whose KV the engine counts as computed
     preemptions: int = 0  #: number of times that the engine has preempted it
     traceparent: Printable = Printable("")  #: continues the trace of its client (W3C Trace Context)

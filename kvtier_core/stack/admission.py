@@ -19,17 +19,19 @@ Level = Arena | StoreTier
 
 
 class AdmissionPlan:
-    """The chunks to write to each of some tiers, and the salts of those whose requests have one."""
+    """The chunks to write to each of some tiers or to show to peers, and the salts of those whose requests have one."""
 
     def __init__(
         self,
         levels: Sequence[Level] = (),
         path: Sequence[ChunkKey] = (),
         salts: Mapping[ChunkKey, bytes] | None = None,
+        shown: Collection[ChunkKey] = (),
     ):
         """Ask each tier which chunks of a path it would admit."""
         self._admitted = {level: admitted for level in levels if (admitted := set(level.would_admit(path)))}
         self.keys = set().union(*self._admitted.values())  #: the chunks that at least one tier admits
+        self.sealed = self.keys.union(shown)  #: these, and those that only peers see
         self.salts = dict(salts or {})
 
     def keys_for(self, level: Level, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
@@ -44,6 +46,7 @@ class AdmissionPlan:
             self._admitted.setdefault(level, set()).update(mine)
             self.keys |= mine
             self.salts.update((key, other.salts[key]) for key in mine & other.salts.keys())
+        self.sealed |= other.sealed.intersection(keys)
 
 
 @attrs.frozen

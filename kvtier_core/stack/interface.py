@@ -13,6 +13,9 @@ from kvtier_core.stack.outcomes import ANY, Lookup, Terms, Whereabouts
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, StoredFrame, Usage
 
+#: Of a request, for eviction policies.
+Hints = Mapping[str, str] | None
+
 
 class Holders(abc.ABC):
     """The holders of pins and reservations in a stack.
@@ -30,8 +33,13 @@ class Lookups(Holders):
     """The lookups of requests, and the loads by workers."""
 
     @abc.abstractmethod
-    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
-        """A request names this path. Call it once per request: eviction policies learn from it."""
+    def on_request(
+        self, path: Sequence[ChunkKey], hints: Hints = None, salt: bytes = b"", memory_only: bool = False
+    ) -> None:
+        """A request names this path. Call it once per request: eviction policies learn from it.
+
+        If it is ``memory_only``, each tier below the arenas learns only of the leading chunks that it has.
+        """
 
     @abc.abstractmethod
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms = ANY) -> Lookup:
@@ -85,6 +93,7 @@ class Stores(Holders):
         salt: bytes = b"",
         parts: Sequence[ChunkKey] = (),
         promised_to: str = "",
+        memory_only: bool = False,
     ) -> dict[ChunkKey, Slot]:
         """Reserve empty slots for leading chunks of a path that have none and are worth storing; evict as needed.
 
@@ -94,15 +103,15 @@ class Stores(Holders):
         ``promised_to`` is the holder for another process that will fetch the path: the chunks are worth storing
         whatever the hottest arena's policy prefers. From `commit` on they are pinned, until that holder is released.
 
+        ``memory_only`` chunks are not written to other tiers or shown to peers until a request that is not memory-only
+        names them.
+
         Fill the slots, then `commit`; or `release` the holder to free them.
         """
 
     @abc.abstractmethod
     def commit(
-        self,
-        holder: str,
-        checksums: Mapping[ChunkKey, Sequence[int]] | None = None,
-        empty: Collection[ChunkKey] = (),
+        self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None, empty: Collection[ChunkKey] = ()
     ) -> None:
         """The holder's reserved slots are filled: their chunks become READY and are written to the tiers below.
 

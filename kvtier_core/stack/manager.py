@@ -17,7 +17,7 @@ from kvtier_core.outside import printable
 from kvtier_core.stack.admission import AdmissionPlan, Level, Reservations
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
-from kvtier_core.stack.interface import Later, Stack
+from kvtier_core.stack.interface import Hints, Later, Stack
 from kvtier_core.stack.lookup.boundaries import BoundarySearch
 from kvtier_core.stack.lookup.chain import ChainSearch
 from kvtier_core.stack.lookup.leases import Leases
@@ -73,11 +73,10 @@ class StorageManager(Stack):
         media: Mapping[str, Medium] | None = None,
         chosen: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        seals_all: bool = False,
         later: Later | None = None,
     ):
         """``media`` and ``chosen``, words for the log, are by tier name, for tiers that open ``later`` too; ``clock``
-        returns seconds; ``seals_all`` also seals chunks that no tier takes.
+        returns seconds.
         """
         self._levels = list(levels)
         self.arenas: Sequence[Arena] = [level for level in levels if isinstance(level, Arena)]
@@ -91,7 +90,6 @@ class StorageManager(Stack):
         self._chosen = chosen or {}
         self.shared = [tier.name for tier in self.tiers if tier.backend.shared]
         self._clock = clock
-        self._seals_all = seals_all
         self.later = later
         self._events: list[Event] = []
         self._write_through = WriteThrough(
@@ -115,15 +113,18 @@ class StorageManager(Stack):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
+    def on_request(
+        self, path: Sequence[ChunkKey], hints: Hints = None, salt: bytes = b"", memory_only: bool = False
+    ) -> None:
         self._layout.check_path(path)
         now, hints = self._clock(), hints or {}
         for arena in self.arenas:
             arena.index.request(path, now, hints)
         for tier in self.tiers:
-            tier.request(path, now, hints)
+            tier.request(leading_run(path, tier.holds) if memory_only else path, now, hints)
         self._note(path, salt)
-        self._write_through.offer_again(path, salt)
+        if not memory_only:
+            self._write_through.offer_again(path, salt)
 
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms = ANY) -> Lookup:
         self._layout.check_path(path)
@@ -196,11 +197,12 @@ class StorageManager(Stack):
         salt: bytes = b"",
         parts: Sequence[ChunkKey] = (),
         promised_to: str = "",
+        memory_only: bool = False,
     ) -> dict[ChunkKey, Slot]:
         """Chunks that a tier below admits get a slot in the hottest arena whether or not its own policy agrees."""
         self._layout.check_path(path, parts)
-        absent, parts = self._without_slot(path), self._without_slot(parts)
-        plan = self._write_through.plan([*absent, *parts], salt)
+        absent, parts = self.without_slot(path), self.without_slot(parts)
+        plan = self._write_through.plan([*absent, *parts], salt, memory_only=memory_only)
         passing = leading_run(absent, plan.keys.__contains__)
         self._make_room(self._hot, len(passing), path)
         reserved = passing[: self._hot.free]
@@ -230,17 +232,15 @@ class StorageManager(Stack):
         self._hot.reserve(parts, salts)
         return parts
 
-    def _without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def without_slot(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of the keys that have no slot in any arena."""
         absent = list(keys)
         for arena in self.arenas:
             absent = arena.without_slot(absent)
         return absent
 
     def commit(
-        self,
-        holder: str,
-        checksums: Mapping[ChunkKey, Sequence[int]] | None = None,
-        empty: Collection[ChunkKey] = (),
+        self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None, empty: Collection[ChunkKey] = ()
     ) -> None:
         reservation, checksums = self._reservations.of(holder), checksums or {}
         reservation.check_own(empty)
@@ -258,7 +258,7 @@ class StorageManager(Stack):
         self._leases.keep_promises(kept)
         if kept:
             self._report(EventKind.STORED, self._hot, kept, seconds=self._clock() - reservation.since)
-            self._write_through.begin(kept, checksums, reservation.plan, seals_all=self._seals_all)
+            self._write_through.begin(kept, checksums, reservation.plan)
 
     def _check_checksums(self, checksums: Iterable[Sequence[int]]) -> None:
         if any(len(each) != self._layout.shards for each in checksums):

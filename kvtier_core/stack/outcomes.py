@@ -36,6 +36,7 @@ class Terms:
     skipped: int = 0  #: chunks of the prompt before the path, which the engine has
     #: Tiers whose frames must pass through an arena, even if workers can read them directly.
     not_direct: Sequence[str] = attrs.field(default=(), converter=tuple[str, ...])
+    without: Sequence[str] = attrs.field(default=(), converter=tuple[str, ...])  #: store tiers that are not asked
     lasting: bool = False  #: Will the holder keep its pins for longer than requests wait?
 
     def __attrs_post_init__(self) -> None:

@@ -88,13 +88,14 @@ class Promotions:
 
         if blocked(path[at]):
             return Requested()
-        for tier in self._tiers:
+        tiers = [tier for tier in self._tiers if tier.name not in terms.without]
+        for tier in tiers:
             if not tier.is_direct(terms.not_direct) and (run := tier.readable(path, at)):
                 keys = leading_run(path[at : at + run], lambda key: not blocked(key))
                 choice = tier.choose(len(keys), terms.limit)
                 self._add(tier, _named(path, at, choice.chunks, terms))
                 return Requested(choice.chunks, tier.name, choice.declined)
-        return self._ask(path, at, terms)
+        return self._ask(tiers, path, at, terms)
 
     def bring(
         self, tier: StoreTier, keys: Sequence[ChunkKey], parents: Iterable[ChunkKey | None], terms: Terms
@@ -163,11 +164,11 @@ class Promotions:
         self.stalled |= len(fitting) < len(requests)
         self._leases.wake([*dropped, *_without(requests, set(begun))])
 
-    def _ask(self, path: Sequence[ChunkKey], at: int, terms: Terms) -> Requested:
+    def _ask(self, tiers: Sequence[StoreTier], path: Sequence[ChunkKey], at: int, terms: Terms) -> Requested:
         """Ask all shared stores at the same time for the chunks of a path that no index has."""
-        runs = {tier: tier.remote.request(path, at) for tier in self._tiers}
+        runs = {tier: tier.remote.request(path, at) for tier in tiers}
         self._queries.update(_named(path, at, max(runs.values(), default=0), terms))
-        awaited = [tier for tier in self._tiers if runs[tier] and tier.chooser.worth_asking(runs[tier], terms.limit)]
+        awaited = [tier for tier in tiers if runs[tier] and tier.chooser.worth_asking(runs[tier], terms.limit)]
         if not awaited:
             return Requested()
         return Requested(max(runs[tier] for tier in awaited), awaited[0].name)

@@ -47,9 +47,17 @@ class WriteThrough:
         self._report = report
         self._sealing: set[ChunkKey] = set()
 
-    def plan(self, path: Sequence[ChunkKey], salt: bytes) -> AdmissionPlan:
-        """The chunks of a path that each tier below would take now. ``salt`` is that of the request."""
-        return AdmissionPlan(self._levels[1:], path, dict.fromkeys(path, salt) if salt else {})
+    def plan(self, path: Sequence[ChunkKey], salt: bytes, *, memory_only: bool = False) -> AdmissionPlan:
+        """The chunks of a path that each tier below would take now, and those that peers may see.
+
+        ``salt`` is that of the request.
+        """
+        salts = dict.fromkeys(path, salt) if salt else {}
+        if memory_only:
+            return AdmissionPlan(salts=salts)
+        sealed = self._hot.sealed
+        shown = [key for key in path if key not in sealed] if sealed is not None else ()
+        return AdmissionPlan(self._levels[1:], path, salts, shown)
 
     def offer_again(self, path: Sequence[ChunkKey], salt: bytes) -> None:
         """Write the READY chunks of a path that a tier below lacks and would take now."""
@@ -63,14 +71,12 @@ class WriteThrough:
         keys: Sequence[ChunkKey],
         checksums: Mapping[ChunkKey, Sequence[int]],
         plan: AdmissionPlan,
-        *,
-        seals_all: bool = False,
     ) -> None:
         """Seal READY chunks that are not being sealed, then write them to the tiers that ``plan`` names for each.
 
-        ``checksums`` are those of `Stack.commit`. Without ``seals_all`` only chunks that some tier takes are sealed.
+        ``checksums`` are those of `Stack.commit`.
         """
-        sealed = keys if seals_all else [key for key in keys if key in plan.keys]
+        sealed = [key for key in keys if key in plan.sealed]
         per_group = max(1, _SEAL_NBYTES // self._hot.memory.slot_nbytes)
         for start in range(0, len(sealed), per_group):
             group = sealed[start : start + per_group]

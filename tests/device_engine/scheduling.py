@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import attrs
@@ -16,10 +16,10 @@ import attrs
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.open import open_stack
 from kvtier_core.engine.messages import StepPlan
-from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
+from kvtier_core.engine.request_view import ANY_MEDIUM, Bypass, KVIdentity, RequestView
 from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.step import ScheduledRequest, Step
-from kvtier_core.interfaces import NO_BLOCK
+from kvtier_core.interfaces import NO_BLOCK, Medium
 from kvtier_core.layouts import ChunkLayout, KVKind
 from kvtier_core.stack.interface import Stack
 from kvtier_testing.samples import make_context
@@ -35,7 +35,9 @@ class HostRequest:
     identity: KVIdentity | Bypass = KVIdentity()
     hints: dict[str, str] = attrs.field(factory=dict)
     most_loaded: int = sys.maxsize
+    media: Collection[Medium] = ANY_MEDIUM
     most_stored: int = sys.maxsize
+    memory_only: bool = False
     foreign: int = 0  #: tokens at its beginning that another connector loads, as garbage
     state: str = "waiting"
     tables: list[list[int]] = attrs.field(factory=list)  #: by group
@@ -53,8 +55,9 @@ class HostRequest:
 
     def view(self) -> RequestView:
         return RequestView(
-            self.request_id, self.tokens, self.prompt, self.identity, self.hints, self.most_loaded,
-            self.most_stored, self.computed, self.preemptions, "", self.continued_elsewhere, self.computed_elsewhere,
+            self.request_id, self.tokens, self.prompt, self.identity, self.hints, self.most_loaded, self.media,
+            self.most_stored, self.memory_only, self.computed, self.preemptions, "", self.continued_elsewhere,
+            self.computed_elsewhere,
         )  # fmt: skip
 
 

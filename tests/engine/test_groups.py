@@ -10,6 +10,7 @@ from fake_host import BLOCK, Host, prompt
 import kvtier_disk.plugin
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
+from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout, KVKind, chunk_key
 from kvtier_core.types import EventKind
 from kvtier_testing.samples import make_group
@@ -108,6 +109,20 @@ def test_a_shared_prefix_is_loaded_from_the_third_prompt_on(host):
     served.ask("first", prompt(1, 9 * CHUNK, shared))
     served.ask("second", prompt(2, 9 * CHUNK, shared))
     assert served.ask("third", prompt(3, 9 * CHUNK, shared)) == 5 * CHUNK
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_request_is_loaded_only_from_the_media_that_it_names(host, shared):
+    asked = prompt(1, 6 * CHUNK + 3)
+    first = host(shared=shared)
+    first.ask("first", asked)
+    first.close()
+    second, events = host(shared=shared), []
+    second.side.events.listeners.append(events.extend)
+    assert second.ask("second", asked, media=[Medium.HOST, Medium.UNSPECIFIED], most_stored=0) == 0
+    assert not {EventKind.READ, EventKind.ASKED} & {event.kind for event in events}
+    assert second.ask("third", asked, media=[Medium.DISK]) == 6 * CHUNK
+    second.assert_at_rest()
 
 
 def test_a_new_engine_is_warm_from_the_disk(host):

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from fake_host import CHUNK, prompt
+from patience import HANG
 from test_accounting import Ledger
 from test_scheduler_side import host, said, stack, stored  # noqa: F401 - fixtures
 
@@ -94,6 +95,32 @@ def test_only_the_first_tokens_are_stored(host, named, said):  # noqa: F811
     assert stored(engine) == 6
 
 
+def test_a_request_is_stored_in_memory_only(host, named, said):  # noqa: F811
+    engine = host()
+    engine.ask("others", HEAD)
+    path = keys_of(engine, ASKED)
+    named.clear()
+    said()
+    for number in range(2):
+        assert engine.ask(f"{number}", ASKED, memory_only=True) == (3, 6)[number] * CHUNK
+    assert [usage.chunks for usage in engine.manager.usage()] == [6, 3]
+    assert named == [path, path[:3]] * 2, "the disk hears of what it has"
+    assert all(line.endswith("; it asked to be stored in memory only)") or "computed" in line for line in said())
+    engine.ask("all", ASKED)
+    engine.side.drain(HANG)
+    assert [usage.chunks for usage in engine.manager.usage()] == [6, 6]
+    engine.assert_at_rest()
+
+
+def test_a_request_that_stores_nothing_brings_no_chunk_of_others_to_a_disk(host):  # noqa: F811
+    engine = host()
+    engine.ask("memory", ASKED, memory_only=True)
+    for number, most in enumerate((0, 2 * CHUNK)):
+        assert engine.ask(f"{number}", ASKED, most_stored=most) == 6 * CHUNK
+    engine.side.drain(HANG)
+    assert [usage.chunks for usage in engine.manager.usage()] == [6, 0]
+
+
 def test_a_request_that_withholds_nothing_is_named_when_it_comes(host, named):  # noqa: F811
     engine = host()
     engine.side.track(engine.submit("1", ASKED, most_stored=len(ASKED)).view())
@@ -120,12 +147,28 @@ def test_only_so_many_tokens_are_loaded(host, most, loaded):  # noqa: F811
     assert stored(engine) == 6, "it is stored nevertheless"
 
 
+def test_a_request_is_loaded_from_memory_alone(host, said):  # noqa: F811
+    first = host()
+    first.ask("others", ASKED)
+    first.close()
+    engine = host()
+    engine.ask("others", HEAD)
+    said()
+    assert engine.ask("1", ASKED, media=(), most_stored=0) == len(HEAD)
+    assert said()[0].endswith("24 from kvtier (heap 24; it asked to store nothing), 27 computed")
+    assert engine.ask("2", ASKED) == 6 * CHUNK
+
+
 def test_another_engine_is_told_that_nothing_is_kept(host, caplog):  # noqa: F811
     engine = host()
     request = engine.submit("1", ASKED, most_stored=0, continued_elsewhere=True)
     engine.run(request)
     assert request.kept == 0 and not engine.manager.pins_by_holder()
     assert "it asked to store nothing" in caplog.text.splitlines()[-1]
+    memory = engine.submit("memory", prompt(5, 6 * CHUNK), memory_only=True, continued_elsewhere=True)
+    engine.run(memory)
+    assert memory.kept == 0 and not engine.manager.pins_by_holder()
+    assert "it asked to be stored in memory only" in caplog.text.splitlines()[-1]
     first = engine.submit("2", ASKED, most_stored=2 * CHUNK, continued_elsewhere=True)
     engine.run(first)
     assert first.kept == 2 * CHUNK
@@ -138,5 +181,6 @@ def test_a_recording_has_nothing_of_prompts_that_are_not_stored_whole(host, stac
     engine = host(recorder=recorder)
     for number, most in enumerate((0, 2 * CHUNK, sys.maxsize)):
         engine.ask(f"{number}", ASKED, most_stored=most)
+    engine.ask("memory", ASKED, memory_only=True)
     recorder.close()
-    assert [len(prompt.path) for prompt in read_trace(recorder.path).prompts] == [0, 0, 6]
+    assert [len(prompt.path) for prompt in read_trace(recorder.path).prompts] == [0, 0, 6, 0]

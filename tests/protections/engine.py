@@ -198,16 +198,30 @@ MUTANTS = (
     Mutant(
         "policies-hear-of-what-is-withheld",
         TRACKED,
-        " and not view.withheld:\n                self._stack",
-        ":\n                self._stack",
+        " and not view.withheld:\n                path",
+        ":\n                path",
         WITHHELD + "test_nothing_of_a_request_is_stored_and_nobody_hears_of_it",
     ),
     Mutant(
         "the-engines-own-hit-names-what-is-withheld",
         TRACKED,
-        "if match.shared > match.computed // self.chunk_tokens else 0",
-        "",
+        "max(own, match.computed // self.chunk_tokens)",
+        "own",
         WITHHELD + "test_what_the_engine_has_may_be_the_requests_own",
+    ),
+    Mutant(
+        "requests-that-store-nothing-write-what-others-have-in-memory-only",
+        TRACKED,
+        "view.memory_only or others > 0",
+        "view.memory_only",
+        WITHHELD + "test_a_request_that_stores_nothing_brings_no_chunk_of_others_to_a_disk",
+    ),
+    Mutant(
+        "memory-only-prompts-are-handed-over",
+        SCHEDULER,
+        "0 if view.memory_only else min(",
+        "min(",
+        WITHHELD + "test_another_engine_is_told_that_nothing_is_kept",
     ),
     Mutant(
         "recordings-have-what-is-withheld",
@@ -380,8 +394,8 @@ MUTANTS = (
     Mutant(
         "offers-without-their-salt",
         TRACKED,
-        "view.hints, view.identity.salt)",
-        "view.hints)",
+        "view.hints, salt, memory",
+        'view.hints, b"", memory',
         SALTS + "test_chunks_written_when_they_are_named_again_are_found_too",
     ),
     Mutant(
@@ -422,8 +436,8 @@ MUTANTS = (
     Mutant(
         "stores-without-their-salt",
         STORES,
-        "_holder(self._last_job + 1), salt, parts, promised_to)",
-        '_holder(self._last_job + 1), b"", parts, promised_to)',
+        "reserve(path, holder, salt, parts",
+        'reserve(path, holder, b"", parts',
         SALTS + "test_stored_chunks_are_found_after_a_restart",
     ),
     Mutant(
@@ -464,8 +478,8 @@ MUTANTS = (
     Mutant(
         "lookups-without-their-salt",
         LOADS,
-        "Terms(limit, state.identity.salt, skipped)",
-        'Terms(limit, b"", skipped)',
+        "Terms(limit, state.identity.salt, skipped",
+        'Terms(limit, b"", skipped',
         SALTS + "test_stored_chunks_are_found_after_a_restart",
     ),
     Mutant(

@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "a-store-is-asked-for-what-it-cannot-reach",
         f"{LOOKUP}/boundaries.py",
-        "            if not self._may_come(chunk):\n",
+        "            if not sought.may_come(chunk):\n",
         "            if False:\n",
         QUESTIONS + "test_a_lookup_costs_what_it_finds",
     ),

@@ -13,6 +13,8 @@ SEALED_TIERS = "tests/encoding/test_sealed_tiers.py::"
 REFUSED = "tests/stack/test_wrong_calls.py::"
 BUFFERS = "tests/encoding/test_buffers.py::"
 INCOMPATIBLE_TESTS = "tests/encoding/test_incompatible.py"
+WRITE_THROUGH = "kvtier_core/stack/write_through.py"
+MEMORY_ONLY = "tests/stack/test_memory_only.py::"
 ASKING = "tests/stack/test_asking.py::"
 WAITING = "tests/engine/test_waiting.py::"
 TROUBLE = "plugins/kvtier_vllm/tests/test_trouble.py::"
@@ -21,6 +23,55 @@ PARTED = "kvtier_core/stack/index/parted_index.py"
 GROUPS = "tests/engine/test_groups.py::"
 
 MUTANTS = (
+    Mutant(
+        "memory-only-chunks-are-written",
+        WRITE_THROUGH,
+        "if memory_only:",
+        "if False:",
+        MEMORY_ONLY + "test_chunks_are_written_once_a_request_that_is_not_memory_only_names_them",
+    ),
+    Mutant(
+        "memory-only-requests-offer-chunks-again",
+        MANAGER,
+        "if not memory_only:",
+        "if path:",
+        MEMORY_ONLY + "test_chunks_are_written_once_a_request_that_is_not_memory_only_names_them",
+    ),
+    Mutant(
+        "tiers-learn-of-memory-only-requests",
+        MANAGER,
+        "leading_run(path, tier.holds) if memory_only else path",
+        "path",
+        MEMORY_ONLY + "test_a_tier_below_learns_only_of_chunks_that_it_has",
+    ),
+    Mutant(
+        "peers-see-memory-only-chunks",
+        WRITE_THROUGH,
+        "return AdmissionPlan(salts=salts)",
+        "return AdmissionPlan((), path, salts, path)",
+        MEMORY_ONLY + "test_peers_see_a_chunk_once_a_request_that_is_not_memory_only_names_it",
+    ),
+    Mutant(
+        "excluded-tiers-are-read",
+        "kvtier_core/stack/promotion.py",
+        "[tier for tier in self._tiers if tier.name not in terms.without]",
+        "self._tiers",
+        MEMORY_ONLY + "test_a_shared_store_that_a_lookup_excludes_is_not_asked",
+    ),
+    Mutant(
+        "excluded-tiers-are-searched",
+        "kvtier_core/stack/lookup/search.py",
+        "[tier for tier in self._tiers if tier.name not in terms.without]",
+        "list(self._tiers)",
+        MEMORY_ONLY + "test_a_shared_store_that_a_lookup_excludes_is_not_asked",
+    ),
+    Mutant(
+        "events-name-keys-that-a-store-lacks",
+        STORE_TIER + "/remote_lookup.py",
+        "report(EventKind.ASKED, there",
+        "report(EventKind.ASKED, keys",
+        ASKING + "test_an_event_names_only_what_the_store_has",
+    ),
     Mutant(
         "a-policy-decides-about-promises",
         "kvtier_core/stack/manager.py",

@@ -49,8 +49,8 @@ def hot():
 
 @pytest.fixture
 def manager(hot):
-    """A stack of that arena alone, in which every chunk is sealed."""
-    manager = StorageManager([hot], namespace=CONTEXT.namespace, layout=LAYOUT, pool=IOPool("seal"), seals_all=True)
+    """A stack of that arena alone."""
+    manager = StorageManager([hot], namespace=CONTEXT.namespace, layout=LAYOUT, pool=IOPool("seal"))
     yield manager
     manager.close()
 

@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 from kvtier_core.engine.messages import ChunkPages, Transfer
+from kvtier_core.engine.request_view import ANY_MEDIUM
 from kvtier_core.engine.scheduler.requests import RequestState
 from kvtier_core.engine.step import BlockTables
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.layouts import ChunkLayout, part_key
-from kvtier_core.stack.interface import Lookups
+from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Missing, Terms
 from kvtier_core.types import ChunkKey, FrameRead, StoredFrame
 
@@ -26,7 +27,7 @@ class Loads:
     or the request no longer needs them.
     """
 
-    def __init__(self, stack: Lookups, layout: ChunkLayout):
+    def __init__(self, stack: Stack, layout: ChunkLayout):
         self._stack = stack
         self._layout = layout
         self._parted = len(layout.parts) > 1
@@ -54,7 +55,15 @@ class Loads:
             return Lookup(rest=Missing("its load is in progress"))
         self.asked(state)
         skipped = state.match.computed // self._layout.tokens
-        return self._stack.lookup(keys, state.holder, Terms(limit, state.identity.salt, skipped))
+        return self._stack.lookup(keys, state.holder, self.terms(state, limit, skipped))
+
+    def terms(self, state: RequestState, limit: LoadLimit | None, skipped: int = 0) -> Terms:
+        """The terms of a request's lookups: without the store tiers that it asked not to load from."""
+        without: list[str] = []
+        if state.view.media != ANY_MEDIUM:
+            arenas, media = self._stack.handles, self._stack.media
+            without += (name for name, medium in media.items() if name not in arenas and medium not in state.view.media)
+        return Terms(limit, state.identity.salt, skipped, without=without)
 
     def release(self, state: RequestState) -> None:
         """Release what the request found, unless it is being loaded."""

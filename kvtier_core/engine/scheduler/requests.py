@@ -195,7 +195,8 @@ class Requests:
             holder = f"request {name} ({next(self._arrivals)})"
             state = self._states[view.request_id] = RequestState(view, name, self._clock(), holder)
             if not isinstance(view.identity, Bypass) and not view.withheld:
-                self._stack.on_request(self.keys(state, view.tokens), view.hints, view.identity.salt)
+                path, salt = self.keys(state, view.tokens), view.identity.salt
+                self._stack.on_request(path, view.hints, salt, memory_only=view.memory_only)
         if isinstance(view.identity, Bypass):
             state.bypass = view.identity
         if view.preemptions != state.view.preemptions:
@@ -209,9 +210,12 @@ class Requests:
         """
         view, match = state.view, state.match
         if view.withheld and not state.bypass:
-            others = match.shared if match.shared > match.computed // self.chunk_tokens else 0
-            path = self.keys(state, view.tokens)[: max(others, self.chunks(view.most_stored))]
-            self._stack.on_request(path, view.hints, state.identity.salt)
+            own, others = self.chunks(view.most_stored), match.shared
+            if others <= max(own, match.computed // self.chunk_tokens):
+                others = 0
+            path = self.keys(state, view.tokens)[: max(own, others)]
+            memory_only = view.memory_only or others > 0  # others may have stored theirs in memory only
+            self._stack.on_request(path, view.hints, state.identity.salt, memory_only=memory_only)
 
     def finish(self, request_id: str) -> RequestState | None:
         """Forget a request. Returns its last state; None if it was never tracked."""

@@ -28,7 +28,7 @@ from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.outside import printable
 from kvtier_core.stack.interface import Stack
-from kvtier_core.stack.outcomes import Arriving, Declined, Lookup, Terms, TooSmall
+from kvtier_core.stack.outcomes import Arriving, Declined, Lookup, TooSmall
 from kvtier_core.telemetry.event_log import EventLog
 from kvtier_core.telemetry.observer_feed import Observers
 from kvtier_core.telemetry.status_page import StatusPage, sources
@@ -44,7 +44,7 @@ _STALL_TIMEOUT = 5.0
 #: time that the request has waited, if that is longer: some stores charge for queries.
 _ASK_AGAIN, _ASK_AGAIN_SHARE = 0.025, 0.25
 
-_WITHHELD = "it asked to store nothing"
+_WITHHELD, _MEMORY_ONLY = "it asked to store nothing", "it asked to be stored in memory only"
 
 #: Seconds that a step which computes nothing waits for the I/O threads. Without the wait the engine would immediately
 #: step again and take the GIL from them.
@@ -119,7 +119,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         state = self.track(view)
         if not self._why_no_lookup(state):
             keys = self._requests.keys(state, self._loadable(view))
-            self.manager.prefetch(keys, Terms(self._waiting.limit(state), state.identity.salt))
+            self.manager.prefetch(keys, self._loads.terms(state, self._waiting.limit(state)))
 
     def bypass(self, request_id: str, bypass: Bypass) -> None:
         """Look up and store nothing more for a request: its KV may not match its keys."""
@@ -302,13 +302,13 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         """
         state, kept = self._requests.finish(view.request_id), 0
         whole = self._requests.loadable(view.prompt_tokens)
-        prompt = min(whole, view.most_stored)
+        prompt = 0 if view.memory_only else min(whole, view.most_stored)
         if state:
             self._stores.provenance.look_ahead(state.trust, self._requests.ahead(state))
             if not view.continued_elsewhere:
                 self._handovers.drop(state)
             elif state.bypass or not prompt:
-                why = state.bypass.reason if state.bypass else _WITHHELD
+                why = state.bypass.reason if state.bypass else _MEMORY_ONLY if view.most_stored else _WITHHELD
                 self._handovers.refuse(state, why, self._requests.chunks(whole))
             else:
                 path = self._requests.keys(state, prompt)
@@ -427,6 +427,8 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         if state.view.withheld:
             most = state.view.most_stored
             why += f"; it asked to store {most} tokens" if most else f"; {_WITHHELD}"
+        if state.view.memory_only and state.view.most_stored:
+            why += f"; {_MEMORY_ONLY}"
         asked, tiers = state.view.tokens, dict(state.load.sources if tokens else {})
         told = {"tokens": asked, "loaded": tokens, "engine_had": match.computed, "tiers": tiers, "why": why}
         logger.info("kvtier: %s: %d tokens: %s", state.name, asked, sources(told))

@@ -51,13 +51,16 @@ class StoreJobs:
         salt: bytes,
         parts: Sequence[ChunkKey] = (),
         promised_to: str = "",
+        *,
+        memory_only: bool = False,
     ) -> Jobs:
         """Store the chunks of a path that the stack admits, and other parts of chunks, from these ``pages``.
 
-        Returns the new job and its transfer, or nothing if the stack admits no chunk. ``promised_to``: see
-        `Stack.reserve`.
+        Returns the new job and its transfer, or nothing if the stack admits no chunk. ``promised_to`` and
+        ``memory_only``: see `Stack.reserve`.
         """
-        slots = self._stack.reserve(path, _holder(self._last_job + 1), salt, parts, promised_to)
+        holder = _holder(self._last_job + 1)
+        slots = self._stack.reserve(path, holder, salt, parts, promised_to, memory_only=memory_only)
         if not slots:
             return ()
         wanted = tuple(map(pages.__getitem__, slots))

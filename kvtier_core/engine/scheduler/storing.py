@@ -81,15 +81,15 @@ class Storing:
 
     def _begin(self, state: RequestState, path: Sequence[ChunkKey], first: int, pages: PagesOfChunks) -> Jobs:
         """Store chunks of a path from the ``first`` one on, leading ones perhaps for another engine."""
-        salt = state.identity.salt
+        salt, memory_only = state.identity.salt, state.view.memory_only
         jobs: Jobs = ()
-        if state.view.continued_elsewhere:
+        if state.view.continued_elsewhere and not memory_only:
             prompt = path[: self._requests.chunks(self._requests.loadable(state.view.prompt_tokens))]
             holder, promised = self._handovers.promise(state, prompt, self._waiting.limit(state))
             if promised > first:
                 jobs = self.jobs.begin(path[first:promised], pages.by_key(first), salt, pages.parts, holder)
                 first = promised - 1
-        return jobs + self.jobs.begin(path[first:], pages.by_key(first), salt, pages.parts)
+        return jobs + self.jobs.begin(path[first:], pages.by_key(first), salt, pages.parts, memory_only=memory_only)
 
     def distrust_all(self) -> None:
         """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""

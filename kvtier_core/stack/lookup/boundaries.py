@@ -6,6 +6,7 @@ its start; the result is loaded as a whole or not at all.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,6 +17,7 @@ from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.lookup.search import Search
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Missing, Terms
 from kvtier_core.stack.promotion import Requested
+from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
 
 _Holds = Callable[[ChunkKey], bool]
@@ -27,7 +29,9 @@ class _Path:
 
     layout: ChunkLayout
     chunks: Sequence[ChunkKey]
-    skipped: int = 0  #: chunks before them, which the engine has
+    skipped: int  #: chunks before them, which the engine has
+    tiers: Sequence[StoreTier]  #: which may supply them
+    may_come: _Holds  #: `BoundarySearch._may_come`, from these tiers
 
     def needed(self, chunks: int) -> dict[ChunkKey, tuple[int, int]]:
         """The parts that are needed to continue after this many chunks of the path.
@@ -67,11 +71,10 @@ class BoundarySearch(Search):
     """Finds the last restorable boundary of a path."""
 
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> Lookup:
-        sought = _Path(self._layout, path, terms.skipped)
+        sought = self._sought(path, terms)
         lease = self._leases.of(path, holder, lasting=terms.lasting)
-        self._ask(path)
-        chain = sought.run(self._may_come)
-        ready, wanted = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
+        chain = sought.run(sought.may_come)
+        ready, wanted = sought.restorable(chain, self._is_ready), sought.restorable(chain, sought.may_come)
         fitting = self._fitting(sought, ready, wanted, lease)
         below = self._bring(sought, ready, fitting, terms)
         later = ready + below.chunks
@@ -92,36 +95,38 @@ class BoundarySearch(Search):
             chain=chain,
             exact=self._arenas[0].exact_run(keys),
             arriving=self._arrivals(below.tier, below.chunks),
-            rest=below.declined or too_small or self._missing(sought, later),
+            rest=below.declined or too_small or self._missing(sought, later, terms),
         )
 
     def prefetch(self, path: Sequence[ChunkKey], terms: Terms) -> None:
         """Ask stores for the whole path; request the parts of its last boundary if there is room for all of them."""
-        self._ask(path)
-        sought = _Path(self._layout, path)
-        chain = sought.run(self._may_come)
-        ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, self._may_come)
+        sought = self._sought(path, terms)
+        chain = sought.run(sought.may_come)
+        ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, sought.may_come)
         if self._slots(sought, ready, later)[0] <= self._room_ahead:
             self._bring(sought, ready, later, terms)
 
     # -- where a part is ---------------------------------------------------------------------------
 
-    def _may_come(self, key: ChunkKey) -> bool:
+    def _may_come(self, tiers: Sequence[StoreTier], key: ChunkKey) -> bool:
         """Is it READY, on its way, in a readable store, or asked for in a store that has not answered yet?"""
         if self._is_ready(key):
             return True
         if key in self._promotions.rejected or key in self._promotions.probes:
             return False
-        return bool(self._arriving(key)) or any(tier.has(key) or key in tier.remote for tier in self._tiers)
+        return bool(self._arriving(key)) or any(tier.has(key) or key in tier.remote for tier in tiers)
 
-    def _ask(self, path: Sequence[ChunkKey]) -> None:
+    def _sought(self, path: Sequence[ChunkKey], terms: Terms) -> _Path:
         """Ask shared stores for all parts of a path together, up to a chunk that they lack: boundaries are unknown."""
-        shared = [tier for tier in self._tiers if tier.backend.shared]
+        tiers = self._asked(terms)
+        sought = _Path(self._layout, path, terms.skipped, tiers, functools.partial(self._may_come, tiers))
+        shared = [tier for tier in tiers if tier.backend.shared]
         for chunk in path if shared else ():
             for part, tier in itertools.product(self._layout.parts, shared):
                 tier.remote.request([part_key(chunk, part.number)])
-            if not self._may_come(chunk):
+            if not sought.may_come(chunk):
                 break
+        return sought
 
     # -- bringing it up ----------------------------------------------------------------------------
 
@@ -133,7 +138,7 @@ class BoundarySearch(Search):
                 break
             fewer = sought.slots(later) - lacking
             later = next((i for i in range(later, ready, -1) if sought.slots(i) <= fewer), ready)
-            later = max(ready, sought.restorable(later, self._may_come))
+            later = max(ready, sought.restorable(later, sought.may_come))
         return later
 
     def _slots(self, sought: _Path, ready: int, later: int) -> tuple[int, Sequence[ChunkKey]]:
@@ -150,7 +155,7 @@ class BoundarySearch(Search):
         part_limit = limit and LoadLimit(limit.computing(gained) / len(missing), limit.wait)
         awaited = next(filter(None, (self._promotions.source(key) for _, key in missing)), "")
         keys = [key for _, key in missing if not self._arriving(key)]
-        for tier in self._tiers:
+        for tier in sought.tiers:
             here = [key for key in keys if tier.has(key)]
             keys = [key for key in keys if key not in here]
             choice = tier.choose(len(here), part_limit)
@@ -159,18 +164,18 @@ class BoundarySearch(Search):
                 return Requested(declined=choice.declined and attrs.evolve(choice.declined, chunks=gained))
             self._promotions.bring(tier, here, sought.parents(here), terms)
             awaited = awaited or (tier.name if here else "")
-        asked = [tier for tier in self._tiers if any(key in tier.remote for key in keys)]
+        asked = [tier for tier in sought.tiers if any(key in tier.remote for key in keys)]
         if asked and not asked[0].chooser.worth_asking(gained, limit):
             return Requested()
         return Requested(gained, awaited or (asked[0].name if asked else self._arenas[0].name))
 
-    def _missing(self, sought: _Path, chunks: int) -> Missing | None:
+    def _missing(self, sought: _Path, chunks: int, terms: Terms) -> Missing | None:
         """Why no request can continue after a later chunk than the last of these; None if there is no later one."""
         if chunks == len(sought.chunks):
             return None
-        if not self._may_come(sought.chunks[chunks]):
-            return Missing(self._miss_reason(sought.chunks[chunks]))
-        if sought.restorable(sought.run(self._may_come), self._may_come) > chunks:
+        if not sought.may_come(sought.chunks[chunks]):
+            return Missing(self._miss_reason(sought.chunks[chunks], terms))
+        if sought.restorable(sought.run(sought.may_come), sought.may_come) > chunks:
             return Missing(self._no_room)
         others = [self._layout.groups[group].name for part in self._layout.parts[1:] for group in part.groups]
         return Missing(f"what follows is stored without what a request needs of {', '.join(others)} to continue there")

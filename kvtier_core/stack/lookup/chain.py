@@ -44,7 +44,7 @@ class ChainSearch(Search):
         rest: Declined | TooSmall | Missing | None = None
         if at < len(path):
             too_small = self._too_small(len(path) - at, coming + 1, path[:at], lease)
-            rest = below.declined or too_small or Missing(self._miss_reason(path[at]))
+            rest = below.declined or too_small or Missing(self._miss_reason(path[at], terms))
         return Lookup(
             slots=tuple(lease.slots),
             sources=tuple(lease.sources),
@@ -68,7 +68,7 @@ class ChainSearch(Search):
             if not run:
                 break
             at += run
-        for tier in self._tiers:
+        for tier in self._asked(terms):
             tier.remote.request(path, at)
 
     def _staying(self, path: Sequence[ChunkKey], at: int, run: int, coming: int, lease: Lease) -> int:
@@ -83,7 +83,8 @@ class ChainSearch(Search):
 
     def _readable_by_workers(self, key: ChunkKey, terms: Terms) -> StoreTier | None:
         """The tier from which workers can read this chunk directly."""
-        return next((tier for tier in self._tiers if tier.is_direct(terms.not_direct) and tier.leasable([key])), None)
+        direct = (tier for tier in self._asked(terms) if tier.is_direct(terms.not_direct))
+        return next((tier for tier in direct if tier.leasable([key])), None)
 
     def _hold(
         self, tier: StoreTier, path: Sequence[ChunkKey], at: int, lease: Lease, holder: str, terms: Terms
@@ -106,7 +107,8 @@ class ChainSearch(Search):
             run = len(leading_run(path[at:], lambda key: self._comes_from(source, key)))
         else:
             unknown = len(path) - at  # chunks that a shared store may have
-            found = (tier.readable(path, at) or unknown * tier.remote.may_have(path[at]) for tier in self._tiers)
+            tiers = self._asked(terms)
+            found = (tier.readable(path, at) or unknown * tier.remote.may_have(path[at]) for tier in tiers)
             run = max(found, default=0)
         room = self._room(coming + run, path[:at], lease) - coming if run else 0
         if room <= 0:

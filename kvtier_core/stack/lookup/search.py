@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.lookup.leases import Lease, Leases
-from kvtier_core.stack.outcomes import Arriving, Lookup, Terms, TooSmall, Whereabouts
+from kvtier_core.stack.outcomes import ANY, Arriving, Lookup, Terms, TooSmall, Whereabouts
 from kvtier_core.stack.promotion import Promotions
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
@@ -102,10 +102,16 @@ class Search(abc.ABC):
             beside = "those of requests that also wait for slots"
         return TooSmall(self._arenas[0].name, chunks, beside)
 
-    def _miss_reason(self, key: ChunkKey) -> str:
+    def _asked(self, terms: Terms) -> list[StoreTier]:
+        """The store tiers that a lookup may use."""
+        return [tier for tier in self._tiers if tier.name not in terms.without]
+
+    def _miss_reason(self, key: ChunkKey, terms: Terms = ANY) -> str:
         """Why a chunk is not found."""
         if key in self._promotions.rejected:
             return self._no_room
+        if excluded := next((tier.name for tier in self._tiers if tier.name in terms.without and tier.has(key)), ""):
+            return f"it asked not to load from {excluded}, which has it"
         reasons = (tier.miss_reason(key) for tier in self._tiers)
         return next(filter(None, reasons), _NOT_STORED)
 

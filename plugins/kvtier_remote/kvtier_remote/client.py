@@ -6,6 +6,7 @@ waited for at all. While it is gone, everything is a miss. When it is back, work
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import attrs
 
 from kvtier_core.interfaces import Medium
-from kvtier_core.stack.interface import Stack
+from kvtier_core.stack.interface import Hints, Stack
 from kvtier_core.stack.outcomes import ANY, Arriving, Lookup, Missing, Terms, Whereabouts
 from kvtier_core.telemetry.log_limit import LogLimit
 from kvtier_core.types import ChunkKey, Event, EventKind, FrameRead, Namespace, Slot, StoredFrame, Usage
@@ -235,9 +236,11 @@ class RemoteStack(Stack):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None = None, salt: bytes = b"") -> None:
+    def on_request(
+        self, path: Sequence[ChunkKey], hints: Hints = None, salt: bytes = b"", memory_only: bool = False
+    ) -> None:
         if self._asking():
-            self._tell("on_request", path[:MOST_CHUNKS], hints, salt)
+            self._tell("on_request", path[:MOST_CHUNKS], hints, salt, memory_only)
 
     def prefetch(self, path: Sequence[ChunkKey], terms: Terms = ANY) -> None:
         if self._asking():
@@ -318,6 +321,7 @@ class RemoteStack(Stack):
         salt: bytes = b"",
         parts: Sequence[ChunkKey] = (),
         promised_to: str = "",
+        memory_only: bool = False,
     ) -> dict[ChunkKey, Slot]:
         slots: dict[ChunkKey, Slot] = {}
         path, session = path[:MOST_CHUNKS], self._asking()
@@ -325,7 +329,7 @@ class RemoteStack(Stack):
         while session is not None and session.silence < self._waits.others:
             self._named.update(filter(None, [promised_to]))
             self._reserved.setdefault(holder, [])
-            more = self._result("reserve", path, holder, salt, parts, promised_to)
+            more = self._result("reserve", path, holder, salt, parts, promised_to, memory_only)
             if more is None:
                 break
             slots |= more
@@ -338,10 +342,7 @@ class RemoteStack(Stack):
         return {}
 
     def commit(
-        self,
-        holder: str,
-        checksums: Mapping[ChunkKey, Sequence[int]] | None = None,
-        empty: Collection[ChunkKey] = (),
+        self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None, empty: Collection[ChunkKey] = ()
     ) -> None:
         """Does nothing if what the holder has reserved has ended with its session."""
         keys = self._reserved.pop(holder, None)
@@ -413,12 +414,10 @@ class RemoteStack(Stack):
         events = self._events
         if self._session is not None:
             deadline = time.monotonic() + timeout
-            try:
+            with contextlib.suppress(ProtocolError):
                 while self._session.owes and (left := deadline - time.monotonic()) > 0:
                     self._session.connection.wait(left)
                     self._session.poll()
-            except ProtocolError:
-                pass
             self._leave("this engine has closed it")
         return events
 

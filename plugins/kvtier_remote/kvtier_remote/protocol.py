@@ -124,6 +124,7 @@ class AskedTerms(Terms):
 
     salt: Salt = b""
     not_direct: Names = attrs.field(factory=list)
+    without: Names = attrs.field(factory=list)
 
 
 @attrs.frozen
@@ -196,12 +197,12 @@ Unread = Annotated[dict[Key, FrameRead], Meta(max_length=MOST_CHUNKS)]
 #: A scheduler side makes these calls; the last three are those of a worker. Most are methods of `Stack`.
 CALLS = {
     "open": Call(1, {"opening": Opening}, Opened),
-    "on_request": Call(2, {"path": Path, "hints": Hints | None, "salt": Salt}, None),
+    "on_request": Call(2, {"path": Path, "hints": Hints | None, "salt": Salt, "memory_only": bool}, None),
     "lookup": Call(3, {"path": Path, "holder": Holder, "terms": AskedTerms}, ServedLookup),
     "prefetch": Call(4, {"path": Path, "terms": AskedTerms}, None),
     "reserve": Call(
         5,
-        {"path": Path, "holder": Holder, "salt": Salt, "parts": Parts, "promised_to": Holder},
+        {"path": Path, "holder": Holder, "salt": Salt, "parts": Parts, "promised_to": Holder, "memory_only": bool},
         dict[Key, Slot],
     ),
     "commit": Call(6, {"holder": Holder, "checksums": Checksums | None, "empty": Path}, None),

@@ -131,8 +131,10 @@ class Session:
 
     # -- calls ---------------------------------------------------------------------------------------
 
-    def on_request(self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None, salt: bytes) -> None:
-        self.space.stack.on_request(path, hints, salt)
+    def on_request(
+        self, path: Sequence[ChunkKey], hints: Mapping[str, str] | None, salt: bytes, memory_only: bool = False
+    ) -> None:
+        self.space.stack.on_request(path, hints, salt, memory_only=memory_only)
         self.space.came(path, salt)
 
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> ServedLookup:
@@ -172,17 +174,21 @@ class Session:
         self.space.stack.prefetch(path, self._own(terms))
 
     def reserve(
-        self, path: Sequence[ChunkKey], holder: str, salt: bytes, parts: Sequence[ChunkKey], promised_to: str
+        self,
+        path: Sequence[ChunkKey],
+        holder: str,
+        salt: bytes,
+        parts: Sequence[ChunkKey],
+        promised_to: str,
+        memory_only: bool = False,
     ) -> dict[ChunkKey, Slot]:
         """As `Stack.reserve`, at most `MOST_RESERVED` chunks at a time: the client calls again for more."""
         own, promised = self._prefix + holder, promised_to and self._prefix + promised_to
         self.space.layout.check_path(path, parts)
-        absent = path
-        for arena in self.space.stack.arenas:
-            absent = arena.without_slot(absent)
+        absent = self.space.stack.without_slot(path)
         if len(absent) > MOST_RESERVED:
             path = path[: path.index(absent[MOST_RESERVED])]
-        slots = self.space.stack.reserve(path, own, salt, parts, promised)
+        slots = self.space.stack.reserve(path, own, salt, parts, promised, memory_only=memory_only)
         self._note(own)
         if promised:
             self._note(promised)

@@ -244,8 +244,9 @@ class Hostile:
                 path = drawn.choice(PROMPTS)[: drawn.randrange(1, 9)]
                 return {"path": path, "parts": other_parts(self._values.layout, path)}
             case "lookup":
-                limit, not_direct = drawn.choice([None, LoadLimit(1.0, 1.0)]), drawn.choice([(), ["gds"]])
-                return {"terms": Terms(limit, drawn.choice([b"", b"salt"]), drawn.randrange(3), not_direct)}
+                limit, salt = drawn.choice([None, LoadLimit(1.0, 1.0)]), drawn.choice([b"", b"salt"])
+                tiers = (drawn.choice([(), ["gds"], ["disk", "no such tier"]]) for _ in range(2))
+                return {"terms": Terms(limit, salt, drawn.randrange(3), *tiers)}
             case "load_begins":
                 return {"holder": holder, "frames": frames}
             case "load_ended":

@@ -59,10 +59,10 @@ FRAME = StoredFrame("gds", Location(((1 << 64) - 1, -1, "a name", b"bytes"), 409
 #: Arguments that each call is right with.
 RIGHT = {
     "open": (OPENING,),
-    "on_request": (OWN, {}, b""),
-    "lookup": (OWN, "request", Terms(LoadLimit(0.1, 1.0), b"", 0, ["gds"])),
+    "on_request": (OWN, {}, b"", False),
+    "lookup": (OWN, "request", Terms(LoadLimit(0.1, 1.0), b"", 0, ["gds"], ["s3"])),
     "prefetch": (OWN, ANY),
-    "reserve": (OWN, "store", b"", [], ""),
+    "reserve": (OWN, "store", b"", [], "", False),
     "commit": ("store", None, []),
     "release": ("request",),
     "reserve_self_test_slots": ("self-test", 1),
