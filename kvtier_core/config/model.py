@@ -154,10 +154,10 @@ class IdentityConfig:
 
 @attrs.frozen
 class RequestsConfig:
-    """Whether requests that do not say it themselves are stored and loaded."""
+    """Whether requests that do not say it themselves are stored and loaded: not at all, in memory only, everywhere."""
 
-    store: Literal["all", "no"] = "all"  #: with ``no``, only those that ask for it: ``kvtier.store: all``
-    load: Literal["all", "no"] = "all"  #: with ``no``, only those that ask for it: ``kvtier.load: all``
+    store: Literal["all", "memory", "no"] = "all"  #: others ask for it: ``kvtier.store: all``
+    load: Literal["all", "memory", "no"] = "all"  #: others ask for it: ``kvtier.load: all``
 
 
 def _one_or_more(config: object, field: attrs.Attribute, tokens: int | Literal["auto"]) -> None:

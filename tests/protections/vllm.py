@@ -26,8 +26,8 @@ MUTANTS = (
     Mutant(
         "unread-words-store",
         "plugins/kvtier_vllm/kvtier_vllm/requests/words.py",
-        "(limit or 0 for",
-        "(sys.maxsize if limit is None else limit for",
+        "said[word]) or 0 for",
+        "said[word]) or sys.maxsize for",
         WORDS + "test_a_word_that_cannot_be_read_stores_nothing_and_is_logged_once",
     ),
     Mutant(

@@ -79,7 +79,8 @@ def test_a_word_that_no_policy_of_ours_reads_is_logged_once(caplog):
         for said in ({"kvtier.session": "ends"}, {"kvtier.sesion": "ends"}, {"kvtier.session": 1}, {"other": 1}, None):
             words.look(said, hinted(None, said))
     typo, malformed = caplog.messages
-    assert "kvtier.sesion in kv_transfer_params: kvtier's own policies read only kvtier.session" in typo
+    assert "kvtier.sesion in kv_transfer_params: a hint for other policies than kvtier's own; kvtier reads " in typo
+    assert "kvtier.load, kvtier.store, kvtier.session" in typo
     assert "kvtier.session in kv_transfer_params: malformed" in malformed
 
 

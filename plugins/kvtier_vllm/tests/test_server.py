@@ -10,8 +10,9 @@ import time
 
 import pytest
 import tiny_hybrids
+from chunk_files import chunk_files
 from other_engine import beside
-from patience import HANG
+from patience import HANG, wait_until
 from real_engines import hit, prompt
 from servers.kvtier import kvtier_serve
 from servers.stopping import stopped
@@ -68,6 +69,21 @@ def test_a_restarted_engine_is_warm_from_memory(engine, tmp_path):
         with engine(of(tmp_path)) as second:
             assert second.ask(asked)[0].differs(truth) < NOISE
             assert second.outcomes() == [hit(530, cpu=512)]
+
+
+def test_what_a_request_keeps_in_memory_serves_other_engines_and_lies_on_no_disk(engine, tmp_path):
+    asked, disk = prompt(5, 530), tmp_path / "disk"
+    with serving(tmp_path, f"{{type: disk, path: {disk}, capacity: 64MiB, min_free: 0B}}"):
+        with engine(of(tmp_path)) as first:
+            truth = first.ask(asked, parameters={"kvtier.store": "memory"})[0]
+            first.settle()
+        with engine(of(tmp_path)) as second:
+            assert second.ask(asked, parameters={"kvtier.store": "no"})[0].differs(truth) < NOISE
+            assert second.outcomes() == [hit(530, cpu=512)]
+            second.settle()
+            assert chunk_files(disk) == []
+            second.ask(asked)
+            wait_until(lambda: len(chunk_files(disk)) == 8)
 
 
 def test_an_arranged_prompt_is_bit_equal_to_the_engines_own_prefix_hit(engine, tmp_path):

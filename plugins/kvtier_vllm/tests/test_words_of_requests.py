@@ -4,63 +4,98 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import random
-import sys
 from collections import Counter
 
 import pytest
 from outsiders import TEXTS
 from real_engines import CHUNK, Engine, cpu, cpu_and_disk, prompt
+from servers.redis import one_server
 from sizes import LONG
 from test_serving import NOISE
 
+from kvtier_core.config.model import RequestsConfig
+from kvtier_core.interfaces import Medium as kvtier
 from kvtier_vllm.requests.hints import UnreadWords, hints_of
-from kvtier_vllm.requests.words import WORDS, most_loaded, most_stored
-
-ALL = sys.maxsize
+from kvtier_vllm.requests.words import WORDS, Words
 
 
 @pytest.mark.parametrize(
-    ("said", "loaded", "stored"),
+    ("said", "words"),
     [
-        ({}, ALL, ALL),
-        ({"kvtier.store": "no"}, ALL, 0),
-        ({"kvtier.store": "all", "kvtier.load": "all"}, ALL, ALL),
-        ({"kvtier.load": "no"}, 0, ALL),
-        ({"max_load_tokens": 64, "max_offload_tokens": 128}, 64, 128),
-        ({"max_offload_tokens": 128, "kvtier.store": "no"}, ALL, 0),
-        ({"max_offload_tokens": 0}, ALL, 0),
-        ({"max_load_tokens": 1 << 80}, ALL, ALL),
-        (None, ALL, ALL),
-        (["kvtier.store"], ALL, ALL),
+        ({}, Words()),
+        ({"kvtier.store": "no"}, Words(most_stored=0)),
+        ({"kvtier.store": "memory"}, Words(memory_only=True)),
+        ({"kvtier.store": "all", "kvtier.load": "all"}, Words()),
+        ({"kvtier.load": "no"}, Words(most_loaded=0)),
+        ({"kvtier.load": "memory"}, Words(media=frozenset())),
+        ({"max_load_tokens": 64, "max_offload_tokens": 128}, Words(64, most_stored=128)),
+        ({"max_offload_tokens": 128, "kvtier.store": "no"}, Words(most_stored=0)),
+        ({"max_offload_tokens": 128, "kvtier.store": "memory"}, Words(most_stored=128, memory_only=True)),
+        ({"max_offload_tokens": 0}, Words(most_stored=0)),
+        ({"max_load_tokens": 1 << 80}, Words()),
+        ({"kv_load_tiers": []}, Words(media=frozenset())),
+        ({"kv_load_tiers": [{"medium": "storage"}], "kvtier.load": "memory"}, Words(media=frozenset())),
+        (None, Words()),
+        (["kvtier.store"], Words()),
     ],
     ids=repr,
 )
-def test_words_are_limits(said, loaded, stored):
-    assert (most_loaded(said), most_stored(said)) == (loaded, stored)
+def test_words_are_limits(said, words):
+    assert Words.of(said, RequestsConfig()) == words
 
 
 @pytest.mark.parametrize(
-    ("said", "limit"),
+    ("said", "default", "words"),
     [
-        ({}, 0),
-        ({"kvtier.store": "all", "kvtier.load": "all"}, ALL),
-        ({"max_offload_tokens": 64, "max_load_tokens": 64}, 64),
-        ({"kvtier.store": "yes", "kvtier.load": "yes"}, 0),
+        ({}, "no", Words(0, most_stored=0)),
+        ({"kvtier.store": "all", "kvtier.load": "all"}, "no", Words()),
+        ({"kvtier.store": "memory", "kvtier.load": "memory"}, "no", Words(media=frozenset(), memory_only=True)),
+        ({"max_offload_tokens": 64, "max_load_tokens": 64}, "no", Words(64, most_stored=64)),
+        ({"kvtier.store": "yes", "kvtier.load": "yes"}, "no", Words(0, most_stored=0)),
+        ({}, "memory", Words(media=frozenset(), memory_only=True)),
+        ({"kvtier.store": "all", "kvtier.load": "all"}, "memory", Words()),
+        ({"max_offload_tokens": 64, "max_load_tokens": 64}, "memory", Words(64, frozenset(), 64, True)),
+        ({"kvtier.load": "yes"}, "memory", Words(media=frozenset(), memory_only=True)),
     ],
 )
-def test_where_requests_are_not_stored_or_loaded_by_default_their_own_word_counts(said, limit):
-    assert (most_loaded(said, "no"), most_stored(said, "no")) == (limit, limit)
+def test_an_operators_default_counts_until_a_request_says_otherwise(said, default, words):
+    assert Words.of(said, RequestsConfig(default, default)) == words
+
+
+PLACES = [
+    {key: value for key, value in {"medium": medium, "locality": locality}.items() if value != ""}
+    for medium in ("", "CPU", "storage", None, "tape", 3, ["CPU"])
+    for locality in ("", "LOCAL", "remote", None, "near")
+]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_tiers_are_chosen_as_vllm_chooses_its_own(number):
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _parse_tier_filter
+    from vllm.v1.kv_offload.base import Locality, Medium
+
+    places = {
+        kvtier.HOST: (Medium.CPU, Locality.LOCAL),
+        kvtier.DISK: (Medium.STORAGE, Locality.LOCAL),
+        kvtier.UNSPECIFIED: (None, None),
+    }
+    for entries in itertools.permutations([*PLACES, "CPU", None], number):
+        allowed = {medium for medium, place in places.items() if _parse_tier_filter(list(entries)).allows(*place)}
+        assert Words.of({"kv_load_tiers": list(entries)}, RequestsConfig()).media == allowed, entries
 
 
 @pytest.mark.parametrize("wrong", [None, True, False, 0.5, -1, [], {}, "NO", "maybe", b"no", *TEXTS.values()])
 def test_a_word_that_cannot_be_read_stores_nothing_and_is_logged_once(wrong, caplog):
     caplog.set_level("INFO", "kvtier")
     for word in WORDS:
+        if word == "kv_load_tiers" and (wrong is None or wrong == []):
+            continue  # vLLM's word for no choice, and for none of them
         said, unread = {word: wrong}, UnreadWords()
         caplog.clear()
-        assert most_loaded(said) == ALL
-        assert most_stored(said) == (0 if word in ("kvtier.store", "max_offload_tokens") else ALL)
+        nothing = Words(most_stored=0) if word in ("kvtier.store", "max_offload_tokens") else Words()
+        assert Words.of(said, RequestsConfig()) == nothing
         unread.look(said, {})
         unread.look(said, {})
         (line,) = caplog.messages
@@ -80,7 +115,6 @@ def test_a_word_that_can_be_read_is_neither_logged_nor_a_hint(caplog):
 
 #: Words of vLLM's own connectors that mean nothing to kvtier.
 NOT_MEANT = {
-    "kv_load_tiers": "which of vLLM's tiers are asked",
     "remote_prefiller": "of vLLM's own peers",
     "remote_decoder": "of vLLM's own peers",
     "remote_kv_source": "of vLLM's own peers",
@@ -109,19 +143,21 @@ def test_every_word_of_vllms_own_offloading_is_known():
 
 
 def drawn_words(rng):
-    """What a request says, how many of its tokens may be stored, and how many loaded."""
-    said = rng.choice(
+    """What a request says."""
+    return rng.choice(
         [
             {},
             {"kvtier.store": "no"},
             {"kvtier.store": "no", "kvtier.load": "no"},
-            {"kvtier.load": "no"},
+            {"kvtier.store": "memory"},
+            {"kvtier.store": "memory", "max_offload_tokens": rng.randrange(300)},
+            {"kvtier.load": rng.choice(["no", "memory"])},
+            {"kv_load_tiers": [{"medium": "CPU"}]},
             {"kvtier.store": rng.choice(["never", None, False])},
             {"max_offload_tokens": rng.randrange(300), "max_load_tokens": rng.randrange(300)},
             {"max_load_tokens": "many", "kvtier.keep": "?"},
         ]
     )
-    return said, most_stored(said), most_loaded(said)
 
 
 def keys_of(engine, tokens):
@@ -129,41 +165,55 @@ def keys_of(engine, tokens):
     return [bytes.fromhex(chunk["key"]) for chunk in engine.connector.side._where(tokens)["chunks"]]
 
 
-def held(engine):
-    """The keys of all chunks that some tier holds."""
-    manager = engine.manager
-    return {bytes(key) for level in (*manager.arenas, *manager.tiers) for key in level.index.resident}
+@pytest.fixture
+def redis(tmp_path):
+    with one_server(tmp_path / "redis") as server:
+        yield server
 
 
-def test_tiers_hold_what_may_be_stored_and_nothing_else(model, tmp_path):
+def held(levels):
+    """The keys of all chunks that these levels of a stack hold."""
+    return {bytes(key) for level in levels for key in level.index.resident}
+
+
+def test_tiers_hold_what_may_be_stored_and_nothing_else(model, redis, tmp_path):
     rng = random.Random(0)
     heads = [prompt(each, 4 * CHUNK) for each in range(4)]
     traffic = []
     for number in range(100 * LONG):
         asked = prompt(100 + number, rng.randrange(CHUNK, 6 * CHUNK), rng.choice(heads)[: rng.randrange(4 * CHUNK)])
-        traffic.append((asked, *drawn_words(rng)))
+        traffic.append((asked, drawn_words(rng)))
     plain = Engine(model, None)
-    truth = [plain.ask(asked)[0] for asked, *_ in traffic]
+    truth = [plain.ask(asked)[0] for asked, _ in traffic]
     plain.close()
-    engine, kinds = Engine(model, cpu_and_disk(tmp_path, save_decode=True)), Counter()
-    may_be_held, named = set(), set()
+    stack, kinds = cpu_and_disk(tmp_path, save_decode=True), Counter()
+    stack["tiers"].append({"type": "redis", "url": redis.url})
+    engine = Engine(model, stack)
+    may_be_held, may_be_written, must_be_written, named = set(), set(), set(), set()
     engine.connector.side.events.listeners.append(
         lambda events: named.update(bytes(key) for event in events for key in event.keys)
     )
-    for (asked, said, stored, loaded), right in zip(traffic, truth, strict=True):
+    for (asked, said), right in zip(traffic, truth, strict=True):
+        words = Words.of(said, RequestsConfig())
         (answer,) = engine.ask(asked, parameters=said)
         engine.settle()
         whole = [*asked, *answer.tokens[:-1]]
         path = keys_of(engine, whole)
         others = sum(key in may_be_held for key in path)
-        may_be_held.update(path[: min(stored, len(whole)) // CHUNK])
+        own = path[: min(words.most_stored, len(whole)) // CHUNK]
+        may_be_held.update(own)
+        may_be_written.update([] if words.memory_only else own)
+        must_be_written.update(path if words.most_stored > len(whole) and not words.memory_only else [])
         assert answer.differs(right) < NOISE, said
-        assert answer.cached <= min(loaded, others * CHUNK)
-        assert held(engine) == may_be_held, said
+        assert answer.cached <= min(words.most_loaded, others * CHUNK)
+        assert held(engine.manager.arenas) == may_be_held, said
+        for tier in engine.manager.tiers:
+            assert must_be_written <= held([tier]) <= may_be_written, said
         kinds["loaded"] += answer.cached > 0
-        kinds["withheld"] += len(path) > stored // CHUNK
+        kinds["withheld"] += len(path) > len(own)
+        kinds["in memory only"] += len(may_be_held - may_be_written) > 0
     assert named <= may_be_held
-    assert min(kinds["loaded"], kinds["withheld"]) > len(traffic) // 10, kinds
+    assert min(kinds.values()) > len(traffic) // 10, kinds
     engine.assert_at_rest()
     engine.close()
 
@@ -175,5 +225,5 @@ def test_an_operator_decides_for_requests_that_say_nothing(engine):
         served.ask(asked, parameters={"kvtier.store": "all"})
         assert served.ask(asked)[0].cached == 0
         assert served.ask(asked, parameters={"kvtier.load": "all"})[0].cached == 2 * CHUNK
-        assert held(served) == {*keys_of(served, asked)}
+        assert held(served.manager.arenas) == {*keys_of(served, asked)}
         served.assert_at_rest()

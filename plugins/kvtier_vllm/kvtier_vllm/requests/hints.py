@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from kvtier_core.outside import Printable, printable
 from kvtier_core.policies.gittins import HINT
-from kvtier_vllm.requests.words import WORDS, fault
+from kvtier_vllm.requests.words import OWN, WORDS, fault
 
 logger = logging.getLogger("kvtier")
 
@@ -57,7 +57,9 @@ def _remark(word: str, value: object, hints: Mapping[str, str]) -> str:
         return ""
     if (hint := word.removeprefix(_PREFIX)) not in hints:
         return "malformed or too long, so ignored"
-    return "" if hint == HINT else f"kvtier's own policies read only {_PREFIX}{HINT}"
+    if hint == HINT:
+        return ""
+    return f"a hint for other policies than kvtier's own; kvtier reads {', '.join((*OWN, _PREFIX + HINT))}"
 
 
 def hints_of(request: Request) -> Mapping[str, str]:

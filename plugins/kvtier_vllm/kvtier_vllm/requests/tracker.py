@@ -18,7 +18,7 @@ from kvtier_vllm.requests.hints import UnreadWords, hints_of
 from kvtier_vllm.requests.identity import Identifier, RequestIdentity
 from kvtier_vllm.requests.items import content
 from kvtier_vllm.requests.names import CachedNames
-from kvtier_vllm.requests.words import most_loaded, most_stored
+from kvtier_vllm.requests.words import Words
 
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -29,8 +29,7 @@ class _Tracked:
     identity: RequestIdentity | Bypass
     hints: Mapping[str, str]
     traceparent: Printable
-    most_loaded: int
-    most_stored: int
+    words: Words
     continued_elsewhere: bool = False
     computed_elsewhere: int = 0
     computed: int = 0  #: tokens that vLLM had when it last asked for a match
@@ -71,9 +70,8 @@ class RequestTracker:
         if tracked is None:
             traceparent = printable((request.trace_headers or {}).get("traceparent", ""))
             said = request.kv_transfer_params
-            identity, defaults = self._identifier.identify(request), self._defaults
-            limits = most_loaded(said, defaults.load), most_stored(said, defaults.store)
-            tracked = _Tracked(request, identity, hints_of(request), traceparent, *limits)
+            identity, words = self._identifier.identify(request), Words.of(said, self._defaults)
+            tracked = _Tracked(request, identity, hints_of(request), traceparent, words)
             if self._reads_handovers:
                 tracked.continued_elsewhere = is_continued_elsewhere(said)
                 tracked.computed_elsewhere = computed_elsewhere(said, request.num_prompt_tokens)
@@ -142,8 +140,10 @@ def _view(request: Request, tracked: _Tracked) -> RequestView:
         prompt_tokens=request.num_prompt_tokens,
         identity=identity if isinstance(identity, Bypass) else identity.kv,
         hints=tracked.hints,
-        most_loaded=0 if request.skip_reading_prefix_cache else tracked.most_loaded,
-        most_stored=tracked.most_stored,
+        most_loaded=0 if request.skip_reading_prefix_cache else tracked.words.most_loaded,
+        media=tracked.words.media,
+        most_stored=tracked.words.most_stored,
+        memory_only=tracked.words.memory_only,
         computed_tokens=request.num_computed_tokens,
         continued_elsewhere=tracked.continued_elsewhere
         and (request.status in _ENDED_WELL or not request.is_finished()),
