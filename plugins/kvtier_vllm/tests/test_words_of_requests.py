@@ -37,6 +37,10 @@ from kvtier_vllm.requests.words import WORDS, Words
         ({"max_load_tokens": 1 << 80}, Words()),
         ({"kv_load_tiers": []}, Words(media=frozenset())),
         ({"kv_load_tiers": [{"medium": "storage"}], "kvtier.load": "memory"}, Words(media=frozenset())),
+        ({"lmcache.skip_save": True}, Words(most_stored=0)),
+        ({"lmcache.skip_save": "yes", "kvtier.store": "all"}, Words(most_stored=0)),
+        ({"lmcache.skip_save": False}, Words()),
+        ({"lmcache.max_offload_tokens": 128}, Words(most_stored=128)),
         (None, Words()),
         (["kvtier.store"], Words()),
     ],
@@ -57,6 +61,7 @@ def test_words_are_limits(said, words):
         ({}, "memory", Words(media=frozenset(), memory_only=True)),
         ({"kvtier.store": "all", "kvtier.load": "all"}, "memory", Words()),
         ({"max_offload_tokens": 64, "max_load_tokens": 64}, "memory", Words(64, frozenset(), 64, True)),
+        ({"lmcache.skip_save": False}, "no", Words(0, most_stored=0)),
         ({"kvtier.load": "yes"}, "memory", Words(media=frozenset(), memory_only=True)),
     ],
 )
@@ -89,12 +94,12 @@ def test_tiers_are_chosen_as_vllm_chooses_its_own(number):
 @pytest.mark.parametrize("wrong", [None, True, False, 0.5, -1, [], {}, "NO", "maybe", b"no", *TEXTS.values()])
 def test_a_word_that_cannot_be_read_stores_nothing_and_is_logged_once(wrong, caplog):
     caplog.set_level("INFO", "kvtier")
-    for word in WORDS:
+    for word in sorted({*WORDS} - {"lmcache.skip_save"}):  # LMCache takes any value of that
         if word == "kv_load_tiers" and (wrong is None or wrong == []):
             continue  # vLLM's word for no choice, and for none of them
         said, unread = {word: wrong}, UnreadWords()
         caplog.clear()
-        nothing = Words(most_stored=0) if word in ("kvtier.store", "max_offload_tokens") else Words()
+        nothing = Words(most_stored=0) if "store" in word or "offload" in word else Words()
         assert Words.of(said, RequestsConfig()) == nothing
         unread.look(said, {})
         unread.look(said, {})

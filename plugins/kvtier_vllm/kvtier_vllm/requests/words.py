@@ -1,8 +1,8 @@
 """Words of clients about one request, in ``kv_transfer_params``: what of it may be loaded, and stored.
 
 ``kvtier.load`` and ``kvtier.store`` are ``no``, ``memory`` or ``all``. ``max_load_tokens``, ``kv_load_tiers`` and
-``max_offload_tokens`` are words of vLLM for its own offloading, with the same meaning. No word changes a key or an
-answer.
+``max_offload_tokens`` are words of vLLM for its own offloading, and others are LMCache's, with the same meaning. No
+word changes a key or an answer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvtier_core.interfaces import Medium
 
 #: The limits in tokens that these words set.
 _LIMITS = {"no": 0, "memory": sys.maxsize, "all": sys.maxsize}
-_LOAD, _STORE, _TIERS = "kvtier.load", "kvtier.store", "kv_load_tiers"
+_LOAD, _STORE, _TIERS, _SKIP = "kvtier.load", "kvtier.store", "kv_load_tiers", "lmcache.skip_save"
 OWN = (_LOAD, _STORE)
 _LOADED = (_LOAD, "max_load_tokens")
-_STORED = (_STORE, "max_offload_tokens")
+_STORED = (_STORE, "max_offload_tokens", _SKIP, "lmcache.max_offload_tokens")
 WORDS = (*_LOADED, *_STORED, _TIERS)
 
 #: The medium and the locality of kvtier's tiers in vLLM's words; None: unknown, which matches all of them.
@@ -44,7 +44,7 @@ class Words:
         """Read them. A word about loads that cannot be read says nothing; one about storing, that nothing is stored."""
         said = parameters if isinstance(parameters, Mapping) else {}
         loaded = [limit for word in _LOADED if word in said and (limit := _limit(word, said[word])) is not None]
-        stored = [_limit(word, said[word]) or 0 for word in _STORED if word in said]
+        stored = [_limit(word, said[word]) or 0 for word in _STORED if word in said and (word != _SKIP or said[word])]
         load = said[_LOAD] if _limit(_LOAD, said.get(_LOAD)) is not None else default.load
         media = frozenset() if load == "memory" else _media(said.get(_TIERS))
         return cls(
@@ -66,6 +66,8 @@ def fault(word: str, value: object) -> str:
 
 
 def _limit(word: str, value: object) -> int | None:
+    if word == _SKIP:
+        return 0
     if word.startswith("kvtier."):
         return _LIMITS.get(value) if isinstance(value, str) else None
     return min(value, _LIMITS["all"]) if type(value) is int and value >= 0 else None
