@@ -6,6 +6,7 @@ import random
 
 import pytest
 from fake_host import BLOCK, Host, prompt
+from patience import HANG
 
 import kvtier_disk.plugin
 from kvtier_core.config.load import load_config
@@ -123,6 +124,17 @@ def test_a_request_is_loaded_only_from_the_media_that_it_names(host, shared):
     assert not {EventKind.READ, EventKind.ASKED} & {event.kind for event in events}
     assert second.ask("third", asked, media=[Medium.DISK]) == 6 * CHUNK
     second.assert_at_rest()
+
+
+def test_no_part_of_a_memory_only_request_is_written_until_another_names_it(host):
+    served, asked = host(), prompt(1, 6 * CHUNK + 3)
+    served.ask("first", asked, memory_only=True)
+    served.side.drain(HANG)
+    memory, disk = (usage.chunks for usage in served.manager.usage())
+    assert memory and not disk
+    assert served.ask("second", asked) == 6 * CHUNK
+    served.side.drain(HANG)
+    assert [usage.chunks for usage in served.manager.usage()] == [memory, memory]
 
 
 def test_a_new_engine_is_warm_from_the_disk(host):

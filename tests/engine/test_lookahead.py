@@ -46,6 +46,16 @@ def test_a_chunk_is_found_where_the_tokens_after_it_are_equal_too(host, lookahea
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])
+def test_of_a_prompt_that_is_stored_in_part_the_tokens_after_a_chunk_are_part_of_it(host, lookahead):
+    served = host(lookahead)
+    for fewer, chunks in enumerate((2, 1)):
+        asked = prompt(1 + fewer, 4 * CHUNK + 3)
+        served.ask("stores", asked, most_stored=2 * CHUNK + lookahead - fewer)
+        assert served.ask("asks", asked) == chunks * CHUNK
+    served.assert_at_rest()
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
 def test_a_prompt_without_these_tokens_has_no_such_chunk(host, caplog, lookahead):
     caplog.set_level("INFO")
     served, asked = host(lookahead), prompt(1, 2 * CHUNK + lookahead - 1)
