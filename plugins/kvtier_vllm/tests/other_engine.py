@@ -55,13 +55,15 @@ class OtherEngine:
 
 
 @contextlib.contextmanager
-def beside(fork_server: ForkServer, model: Path, kvtier: dict[str, Any], **options: Any) -> Iterator[OtherEngine]:
-    """Another engine of this model, until the end of the block."""
+def beside(
+    fork_server: ForkServer, model: Path, kvtier: dict[str, Any], *, runtime: Path | None = None, **options: Any
+) -> Iterator[OtherEngine]:
+    """Another engine of this model, until the end of the block, in a runtime folder of its own or in this one."""
     with tempfile.TemporaryDirectory(prefix="kvtier-") as folder, contextlib.ExitStack() as closing:
         path, log = Path(folder, "socket"), Path(folder, "log")
         arguments = {"path": str(path), "model": str(model), "kvtier": kvtier, "options": options}
         environment = {
-            "XDG_RUNTIME_DIR": folder,
+            "XDG_RUNTIME_DIR": str(runtime or folder),
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         }
         fork_server.start("other_engine:live", log, environment, **arguments)
