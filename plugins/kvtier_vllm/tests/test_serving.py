@@ -157,6 +157,22 @@ def test_preempted_requests_resume_with_what_they_generated(engine):
     assert max(a.differs(t) for a, t in zip(answers, truth, strict=True)) < NOISE
 
 
+@pytest.mark.more
+def test_requests_whose_loads_hold_all_blocks_make_progress(engine, tmp_path):
+    """There are 63 blocks. A prompt needs 29, which it holds while it waits for its load, and grows to 32."""
+    asked = [prompt(40 + i, 450) for i in range(8)]
+    small, large = (cpu_and_disk(tmp_path, capacity, chunk_tokens=BLOCK) for capacity in ("4MiB", "64MiB"))
+    with engine() as plain:
+        truth = plain.ask(*asked * 4, tokens=50)
+    with engine(large, max_model_len=512) as stores:
+        stores.ask(*asked, tokens=1)
+    with engine(small, num_gpu_blocks_override=64, max_num_seqs=16, max_model_len=512) as served:
+        answers = served.ask(*asked * 4, tokens=50)
+        assert len([outcome for outcome in served.outcomes() if outcome.loaded > 400]) >= 32
+        served.assert_at_rest()
+    assert max(a.differs(t) for a, t in zip(answers, truth, strict=True)) < NOISE
+
+
 def test_another_salt_does_not_hit(engine):
     asked = prompt(30, 530)
     with engine(cpu()) as served:
