@@ -307,6 +307,14 @@ def test_no_request_waits_for_chunks_that_no_engine_computed(two, computed):
     second.run(request)
 
 
+def test_no_request_waits_for_chunks_of_a_tier_that_it_excludes(two):
+    _, second = two
+    request = second.submit("second", ASKED, computed_elsewhere=len(ASKED), media=())
+    steps(second, 0.05)
+    assert request.state == "running"
+    second.run(request)
+
+
 def test_no_request_waits_if_no_store_can_be_asked(host):  # noqa: F811
     engine = host(clock=Clock())
     engine.step()

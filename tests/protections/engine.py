@@ -100,8 +100,8 @@ MUTANTS = (
     Mutant(
         "waits-where-nothing-can-be-asked",
         SCHEDULER,
-        " or not state.late.tier",
-        "",
+        'in ("", *self',
+        'in ("-", *self',
         APART + "test_no_request_waits_if_no_store_can_be_asked",
     ),
     Mutant(

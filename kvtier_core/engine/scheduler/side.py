@@ -456,7 +456,8 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         tokens = min(state.view.computed_elsewhere, self._loadable(state.view, state.match.computed))
         late = self._requests.chunks(tokens) - here
         fits = not isinstance(found.rest, Declined | TooSmall)
-        if late <= 0 or not fits or not state.late.tier or state.view.preemptions:
+        unasked = state.late.tier in ("", *self._loads.terms(state, None).without)
+        if late <= 0 or not fits or unasked or state.view.preemptions:
             return found
         state.late.pending = found.arriving is None
         arriving = found.arriving or Arriving(0, state.late.tier)
