@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.stack.outcomes import ANY, Terms
+from kvtier_core.stack.outcomes import ANY
 from kvtier_core.types import ChunkKey, FrameRead, Location, ReadStatus, StoredFrame
 
 #: A name that has nothing, and a key that nobody has reserved or stored.
@@ -62,14 +62,6 @@ def _reserves(known: Known) -> list[Arguments]:
     ]
 
 
-def _lookups(known: Known) -> list[Arguments]:
-    """Such paths, and fewer than no chunks that are skipped."""
-    return [
-        *({"path": path, "holder": STRANGER, "terms": ANY} for path in _paths(known)),
-        *({"path": known.path, "holder": STRANGER, "terms": Terms(skipped=skipped)} for skipped in (-1, -(1 << 40))),
-    ]
-
-
 def _load_begins(known: Known) -> list[Arguments]:
     """Frames that were not found for the holder, or that are another's, elsewhere, or named twice."""
     forged = StoredFrame("tier0", Location((0,), 4096), UNKNOWN, bytes(32))
@@ -104,7 +96,7 @@ def _of_paths(known: Known, **rest: Any) -> list[Arguments]:
 WRONG: dict[str, Callable[[Known], list[Arguments]]] = {
     "on_request": lambda known: _of_paths(known, hints={}, salt=b""),
     "prefetch": lambda known: _of_paths(known, terms=ANY),
-    "lookup": _lookups,
+    "lookup": lambda known: _of_paths(known, holder=STRANGER, terms=ANY),
     "reserve": _reserves,
     "commit": _commits,
     "load_begins": _load_begins,

@@ -128,8 +128,6 @@ class StorageManager(Stack):
 
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms = ANY) -> Lookup:
         self._layout.check_path(path)
-        if terms.skipped < 0:
-            raise ContractError(f"expected 0 or more skipped chunks, got {terms.skipped}")
         return self._search.lookup(path, holder, terms)
 
     def prefetch(self, path: Sequence[ChunkKey], terms: Terms = ANY) -> None:

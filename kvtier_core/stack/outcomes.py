@@ -28,7 +28,7 @@ class LoadLimit:
 
 @attrs.frozen
 class Terms:
-    """The terms of a lookup, besides the path and its holder. Raises ContractError for a limit over 1e100 s."""
+    """The terms of a lookup, besides the path and its holder. Raises ContractError for numbers out of range."""
 
     #: Chunks below the arenas are requested if loading them is worth it within this limit; None: all of them.
     limit: LoadLimit | None = None
@@ -43,6 +43,8 @@ class Terms:
         times = attrs.astuple(self.limit) if self.limit else ()
         if not all(abs(seconds) <= _LONGEST for seconds in times):
             raise ContractError(f"expected times of at most {_LONGEST:g} s, got {self.limit}")
+        if self.skipped < 0:
+            raise ContractError(f"expected 0 or more skipped chunks, got {self.skipped}")
 
 
 #: No limit: every chunk below is worth loading.

@@ -82,6 +82,12 @@ def test_a_limit_that_is_infinite_for_some_chunks_is_refused(endless):
             Terms(LoadLimit(*times))
 
 
+@pytest.mark.parametrize("skipped", [-1, -(1 << 40)])
+def test_a_path_that_begins_before_its_prompt_is_refused(skipped):
+    with pytest.raises(ContractError):
+        Terms(skipped=skipped)
+
+
 def test_the_longest_limit_is_no_error_for_any_number_of_chunks(tmp_path):
     """One part is awaited, which completes four chunks: the time of four chunks is its own."""
     window = make_group(kind=KVKind.SLIDING_WINDOW, reach=8, name="window")

@@ -192,6 +192,15 @@ def test_keys_of_another_length_are_refused(served):
             assert header.call == REFUSED
 
 
+@pytest.mark.parametrize("name", ["lookup", "prefetch"])
+def test_a_path_that_begins_before_its_prompt_is_refused(name, served):
+    with Client(served.path) as client:
+        client.ask(1, encode((OPENING,)))
+        *others, terms = RIGHT[name]
+        header, answer = client.ask(CALLS[name].number, encode((*others, attrs.asdict(terms) | {"skipped": -1})))
+        assert header.call == REFUSED and "skipped" in reason(answer)
+
+
 @pytest.mark.parametrize("name", ["on_request", "lookup", "prefetch", "reserve", "whereabouts"])
 def test_a_call_that_names_too_many_chunks_is_refused(name, served):
     with Client(served.path) as client:
