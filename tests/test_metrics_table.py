@@ -89,6 +89,8 @@ def test_each_count_of_an_event_is_made_once():
     assert nbytes == ("kvtier_moved_bytes", ("disk", "delete"), 10)
     told = Readings().add([Event(EventKind.STORED, "cpu", keys, 10, seconds=4.2)])
     assert [reading.metric for reading in told] == ["kvtier_chunks", "kvtier_moved_bytes"], "4.2 s are the step's"
+    asked = Event(EventKind.ASKED, "redis", (), seconds=0.5)
+    assert Readings().add([asked])[0] == ("kvtier_chunks", ("redis", "asked"), 0), "it was asked for more, and has none"
     saved = Readings()
     saved.add([Event(EventKind.AVOIDED, "disk", seconds=3.0)])
     *_, net = saved.add([Event(EventKind.WAITED, "disk", seconds=1.0)])

@@ -47,7 +47,7 @@ class EventLog:
         for event in events:
             if level := _LOG_LEVELS.get(event.kind):
                 subject = f"{event.tier}: {event.kind.value}"
-                self._limit.log(level, subject, f"{len(event.keys)} chunks", event.why)
+                self._limit.log(level, subject, f"{len(event.keys)} chunks" if event.keys else "", event.why)
         self._limit.flush()
         self.tell(events)
         if events:

@@ -45,7 +45,7 @@ class LogLimit:
         if known is not None:
             known.more, known.last = known.more + 1, why
             return
-        logger.log(level, "kvtier: %s: %s: %s", subject, detail, why)
+        logger.log(level, "kvtier: %s", ": ".join(filter(None, (subject, detail, why))))
         now = self._clock()
         self._causes[cause] = _Cause(level, now, now + EVERY)
         self._next = min(self._next, now + EVERY)

@@ -162,7 +162,7 @@ def _balance(tier: TierReadings, event: Event) -> Iterator[Reading]:
 
 
 def _of_chunks(tier: TierReadings, event: Event) -> Iterator[Reading]:
-    chunks = len(event.keys) or 1  # some events concern a whole tier
+    chunks = len(event.keys) or (event.kind is not EventKind.ASKED)  # the others concern a whole tier
     tier.chunks[event.kind] += chunks
     tier.nbytes[event.kind] += event.nbytes
     if name := _WITH_REASON.get(event.kind):
