@@ -156,8 +156,8 @@ class IdentityConfig:
 class RequestsConfig:
     """Whether requests that do not say it themselves are stored and loaded: not at all, in memory only, everywhere."""
 
-    store: Literal["all", "memory", "no"] = "all"  #: others ask for it: ``kvtier.store: all``
-    load: Literal["all", "memory", "no"] = "all"  #: others ask for it: ``kvtier.load: all``
+    store: Literal["all", "memory", "no"] = "all"  #: the ``kvtier.store`` of requests that do not have it
+    load: Literal["all", "memory", "no"] = "all"  #: the ``kvtier.load`` of requests that do not have it
 
 
 def _one_or_more(config: object, field: attrs.Attribute, tokens: int | Literal["auto"]) -> None:

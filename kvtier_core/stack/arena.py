@@ -31,7 +31,7 @@ class Arena:
         self._invalidated: dict[int, ChunkKey] = {}
         self._settled: list[ChunkKey] = []  # no longer reserved
         self._inexact: set[ChunkKey] = set()  # READY, but not bit for bit as an engine computed them
-        #: Sealed frames of READY chunks, for any thread to read (`OpenContext.sealed`). None: not all are sealed.
+        #: Sealed frames of READY chunks, for any thread to read (`OpenContext.sealed`). None: only some are.
         self.sealed: dict[ChunkKey, memoryview] | None = None
         self.copied: deque[ChunkKey] = deque()  #: the same as `OpenContext.copied`
 

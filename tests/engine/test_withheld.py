@@ -105,7 +105,9 @@ def test_a_request_is_stored_in_memory_only(host, named, said):  # noqa: F811
         assert engine.ask(f"{number}", ASKED, memory_only=True) == (3, 6)[number] * CHUNK
     assert [usage.chunks for usage in engine.manager.usage()] == [6, 3]
     assert named == [path, path[:3]] * 2, "the disk hears of what it has"
-    assert all(line.endswith("; it asked to be stored in memory only)") or "computed" in line for line in said())
+    first, second = said()
+    assert first.endswith("24 from kvtier (heap 24; it asked to be stored in memory only), 27 computed")
+    assert second.endswith("48 from kvtier (heap 48; it asked to be stored in memory only), 3 computed")
     engine.ask("all", ASKED)
     engine.side.drain(HANG)
     assert [usage.chunks for usage in engine.manager.usage()] == [6, 6]

@@ -26,6 +26,14 @@ ERASING_TESTS = "plugins/kvtier_serve/tests/test_erasing.py::"
 
 MUTANTS = (
     Mutant(
+        "a-client-forgets-what-stays-in-memory",
+        CLIENT,
+        "promised_to, memory_only)",
+        "promised_to, False)",
+        "plugins/kvtier_vllm/tests/test_server.py::"
+        "test_what_a_request_keeps_in_memory_serves_other_engines_and_lies_on_no_disk",
+    ),
+    Mutant(
         "a-log-has-salts",
         "plugins/kvtier_serve/kvtier_serve/operators/console.py",
         '_SECRET = {"tokens", "cache_salt"}',

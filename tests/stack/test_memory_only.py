@@ -35,13 +35,6 @@ def test_chunks_are_written_once_a_request_that_is_not_memory_only_names_them(be
     bench.at_rest()
 
 
-def test_a_memory_only_chunk_takes_no_room_from_what_the_tiers_below_want(bench):
-    bench.store(OTHERS[:4])
-    store_in_memory(bench, PATH)
-    assert bench.shelves[0].frames.keys() == {*OTHERS}
-    bench.at_rest()
-
-
 def test_a_tier_below_learns_only_of_chunks_that_it_has(bench, monkeypatch):
     named = []
     bench.store(PATH[:2])

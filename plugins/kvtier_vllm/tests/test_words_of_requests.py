@@ -16,7 +16,7 @@ from sizes import LONG
 from test_serving import NOISE
 
 from kvtier_core.config.model import RequestsConfig
-from kvtier_core.interfaces import Medium as kvtier
+from kvtier_core.interfaces import Medium
 from kvtier_vllm.requests.hints import UnreadWords, hints_of
 from kvtier_vllm.requests.words import WORDS, Words
 
@@ -79,12 +79,13 @@ PLACES = [
 @pytest.mark.parametrize("number", range(3))
 def test_tiers_are_chosen_as_vllm_chooses_its_own(number):
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _parse_tier_filter
-    from vllm.v1.kv_offload.base import Locality, Medium
+    from vllm.v1.kv_offload.base import Locality
+    from vllm.v1.kv_offload.base import Medium as TheirMedium
 
     places = {
-        kvtier.HOST: (Medium.CPU, Locality.LOCAL),
-        kvtier.DISK: (Medium.STORAGE, Locality.LOCAL),
-        kvtier.UNSPECIFIED: (None, None),
+        Medium.HOST: (TheirMedium.CPU, Locality.LOCAL),
+        Medium.DISK: (TheirMedium.STORAGE, Locality.LOCAL),
+        Medium.UNSPECIFIED: (None, None),
     }
     for entries in itertools.permutations([*PLACES, "CPU", None], number):
         allowed = {medium for medium, place in places.items() if _parse_tier_filter(list(entries)).allows(*place)}
