@@ -25,7 +25,7 @@ def tables(*objects: Any) -> list[Any]:
         if isinstance(of, set | frozenset):
             return [type(of).__name__, *sorted(map(plain, of), key=repr)]
         if isinstance(of, Mapping):
-            return [type(of).__name__, *([plain(key), plain(value)] for key, value in of.items())]
+            return [type(of).__name__, *([plain(key), plain(value)] for key, value in dict(of).items())]
         if id(of) in numbers:
             return ["the object", numbers[id(of)]]
         numbers[id(of)] = len(numbers)
