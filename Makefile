@@ -1,4 +1,4 @@
-# Two commands are all: `make demo` and `make test`. Each first makes .venv, from nothing if need be.
+# Three commands are all: `make demo`, `make test` and `make test-engines`. Each makes .venv first if need be.
 
 PYTHON ?= python3
 VENV := .venv
@@ -33,7 +33,7 @@ export PYTHONUTF8 := 1
 # Runs of tests repeat each other; `make test-chance` sets another one.
 export PYTHONHASHSEED ?= 0
 
-.PHONY: api coverage demo quick test test-all test-chance test-dist test-more test-slow test-oldest test-hosts test-lmcache test-hicache test-wheels programs test-long campaign chaos fuzz mutants sanitize bench bench-short docs gpu-check gpu-serve dist venv clean
+.PHONY: api coverage demo quick test test-engines test-all test-chance test-dist test-more test-slow test-oldest test-hosts test-lmcache test-hicache test-wheels programs test-long campaign chaos fuzz mutants sanitize bench bench-short docs gpu-check gpu-serve dist venv clean
 
 # DEMO has options for it. A test compares the README with what it printed.
 demo: $(VENV)/ready
@@ -45,11 +45,17 @@ ROOMS := $(filter-out %/__pycache__,$(wildcard $(patsubst kvtier_core/%/,tests/%
 TESTS_OF_core := $(ROOMS)
 TESTED = $(if $(PACKAGE),$(or $(TESTS_OF_$(PACKAGE)),$(wildcard tests/$(PACKAGE) plugins/$(PACKAGE)/tests),$(error no tests of $(PACKAGE))))
 
+# Half of the time of all tests goes into real engines and servers.
+ENGINES := $(patsubst %,plugins/kvtier_%/tests,serve vllm)
+
 test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(SUITE) $(PARALLEL) --maxfail 12 $(TESTED)
+	$(SUITE) $(PARALLEL) --maxfail 12 $(or $(TESTED),$(addprefix --ignore ,$(ENGINES)))
+
+test-engines: $(VENV)/ready
+	$(SUITE) $(PARALLEL) --maxfail 12 $(ENGINES)
 
 # What finds most slips, in about a minute: style, types, documents, budgets, layers, and the tests of rooms that differ
 # from LANDED. Those of SLOW start engines or servers; of these only the files that differ.
@@ -72,8 +78,8 @@ quick: $(VENV)/ready
 # The gate, and all that takes longer. It goes on after a part that fails. FROM begins with one, WITHOUT leaves some out.
 # Conditions that have nothing to do with each other are tried together.
 CONDITIONS := one-core busy,slow-disk user path,home,umask,time-zone tmpfs,small-shm,offline,locale
-ALL := programs venv demo test docs test-dist test-more test-slow test-oldest test-lmcache test-hicache test-chance \
-	$(addprefix elsewhere-,$(CONDITIONS)) mutants bench-short sanitize fuzz
+ALL := programs venv demo test test-engines docs test-dist test-more test-slow test-oldest test-lmcache test-hicache \
+	test-chance $(addprefix elsewhere-,$(CONDITIONS)) mutants bench-short sanitize fuzz
 
 test-all:
 	python3 tests/steps.py $(ALL) $(addprefix --from ,$(FROM)) $(if $(WITHOUT),--without $(WITHOUT))

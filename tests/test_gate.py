@@ -11,7 +11,7 @@ import yaml
 from sizes import some
 from source_copy import ROOT
 
-GATE = ["programs", "venv", "demo", "test", "docs"]
+GATE = ["programs", "venv", "demo", "test", "test-engines", "docs"]
 MAKEFILE = "works fails venv after:\n\t@python3 $@.py\n"
 SUITE = ROOT / "tests/suite.py"
 
