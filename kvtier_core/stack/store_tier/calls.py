@@ -13,17 +13,12 @@ from kvtier_core.work.io_pool import Outcome, Pool, Work
 
 
 class Call(NamedTuple):
-    """The result of a call to a store, or the error that it raised, and its time by the tier's clock."""
+    """The result of a call to a store, or the error that it raised."""
 
     value: Any
     error: BaseException | None
-    ended: float
-    begun: float
-
-    @property
-    def seconds(self) -> float:
-        """The time it spent on a thread."""
-        return self.ended - self.begun
+    ended: float  #: by the tier's clock
+    seconds: float  #: that it spent on a thread
 
 
 class Calls:
@@ -72,14 +67,14 @@ class Calls:
     ) -> None:
         """Make a call after `begin`."""
 
-        def timed() -> tuple[Any, None, float, float]:
+        def timed() -> Call:
             begun = self.clock()
             value = work()
-            return value, None, self.clock(), begun
+            ended = self.clock()
+            return Call(value, None, ended, ended - begun)
 
         def returned(outcome: Outcome) -> None:
-            now = self.clock()
-            call = Call(*outcome.value) if outcome.error is None else Call(None, outcome.error, now, now)
+            call = outcome.value if outcome.error is None else Call(None, outcome.error, self.clock(), 0.0)
             self.table.end(keys)
             if breaker:
                 self.health.record(breaker, keys, call.error)
