@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier_core.stack.batches import as_many, leading_run
 from kvtier_core.stack.load_choice import StoreSpeed
@@ -80,19 +80,15 @@ class RemoteLookup:
 
     def start(self, then: Callable[[Sequence[ChunkKey]], None]) -> None:
         """Ask for the requested keys. ``then(found)`` is called with the keys of each call that the store has."""
-        for keys in self._batches():
+        noted = list(self._noted)
+        self._noted.clear()
+        self._asked.update(noted)
+        for at in range(0, len(noted), _BATCH):
+            keys = noted[at : at + _BATCH]
             new = [key for key in keys if key not in self._table.in_use and key not in self._table.index]
             self._end(set(keys).difference(new))
             if new:
                 self._ask(new, then)
-
-    def _batches(self) -> Iterator[list[ChunkKey]]:
-        """The requested keys, in batches."""
-        keys = list(self._noted)
-        self._noted.clear()
-        self._asked.update(keys)
-        for start in range(0, len(keys), _BATCH):
-            yield keys[start : start + _BATCH]
 
     def _ask(self, keys: Sequence[ChunkKey], then: Callable[[Sequence[ChunkKey]], None]) -> None:
         if not self._health.can_read:
@@ -113,10 +109,9 @@ class RemoteLookup:
             self._found += found
             then(found)
 
-        def ask() -> Sequence[bool]:
-            return as_many(self._backend.contains(keys), keys)
-
-        self._calls.run(keys, Use.READING, None, ask, answered, load=True)
+        self._calls.run(
+            keys, Use.READING, None, lambda: as_many(self._backend.contains(keys), keys), answered, load=True
+        )
 
     def _end(self, keys: Collection[ChunkKey]) -> None:
         self._asked.difference_update(keys)
