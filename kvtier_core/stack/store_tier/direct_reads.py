@@ -60,7 +60,9 @@ class DirectReads:
         locations = list(located.value)
         if None in locations:
             del locations[locations.index(None) :]
-            self._lost(keys[len(locations)])
+            if (lost := keys[len(locations)]) not in self._holders:
+                self._health.report(EventKind.MISSING, [lost], why="the store does not have it")
+                self._reads.drop({**dict.fromkeys(ReadStatus, ()), ReadStatus.MISSING: [lost]})
         if not locations:
             return []
         leased = list(keys[: len(locations)])
@@ -131,8 +133,3 @@ class DirectReads:
                 self._table.invalidated.discard(key)
         self._reads.drop(unusable)
         self._deletes.delete_invalidated([key for key in free if key not in self._table.in_use])
-
-    def _lost(self, key: ChunkKey) -> None:
-        if key not in self._holders:
-            self._health.report(EventKind.MISSING, [key], why="the store does not have it")
-            self._reads.drop({**dict.fromkeys(ReadStatus, ()), ReadStatus.MISSING: [key]})
