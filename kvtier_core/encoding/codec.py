@@ -9,7 +9,6 @@ from kvtier_core.errors import BackendError, ContractError
 from kvtier_core.frames.checksum import crc32, join
 from kvtier_core.frames.format import (
     FrameError,
-    Header,
     checksums_of,
     expected_header,
     header_of,
@@ -110,36 +109,22 @@ class FrameCodec:
             raise ContractError(f"a slot to be written is not sealed: {header.value}")
         if header.codec != self._of_slots:
             raise ContractError(f"a slot to be written holds a frame of codec {header.codec}")
-        if self._serializer is not None:
-            return self._encoded(self._serializer, key, header, payload_of(sealed), salt)
-        frame = sealed[: frame_nbytes(header.payload_nbytes)]
-        if self.keyed_seal is None:
-            return frame
-        return self._protected(self.keyed_seal, key, header, payload_of(frame), salt)
-
-    def _encoded(
-        self, serializer: Serializer, key: ChunkKey, header: Header, payload: memoryview, salt: bytes
-    ) -> memoryview:
-        encoded = self._buffers.take()
-        nbytes = serializer.encode(payload, encoded[FRAME_HEADER_NBYTES:])
-        if self.identity.lossless:
-            decoded_checksum = header.payload_checksum
-        else:
-            stored = encoded[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + nbytes]
-            decoded_checksum = self._decoded_checksum(serializer, stored, len(payload))
-        seal(encoded, self.namespace, self._name(key), nbytes, codec=self.identity, decoded_checksum=decoded_checksum)
-        if self.keyed_seal is not None:
-            self.keyed_seal.close(encoded, salt=salt)
-        return _padded(encoded, nbytes)
-
-    def _protected(
-        self, keyed_seal: KeyedSeal, key: ChunkKey, header: Header, payload: memoryview, salt: bytes
-    ) -> memoryview:
-        """A copy of a frame in a slot, with the keyed seal."""
-        copy, checksum = self._buffers.take(), header.payload_checksum
-        seal(copy, self.namespace, self._name(key), len(payload), codec=self.identity, payload_checksum=checksum)
-        keyed_seal.close(copy, payload, salt=salt)
-        return _padded(copy, len(payload))
+        if self.is_raw:
+            return sealed[: frame_nbytes(header.payload_nbytes)]
+        frame, payload, serializer = self._buffers.take(), payload_of(sealed), self._serializer
+        nbytes, decoded = len(payload), header.payload_checksum
+        if serializer is not None:
+            nbytes = serializer.encode(payload, frame[FRAME_HEADER_NBYTES:])
+            if not self.identity.lossless:
+                encoded = frame[FRAME_HEADER_NBYTES : FRAME_HEADER_NBYTES + nbytes]
+                decoded = self._decoded_checksum(serializer, encoded, len(payload))
+        name, stored = self._name(key), header.payload_checksum if serializer is None else None
+        seal(
+            frame, self.namespace, name, nbytes, codec=self.identity, payload_checksum=stored, decoded_checksum=decoded
+        )
+        if self.keyed_seal is not None:  # it copies a payload that is not encoded
+            self.keyed_seal.close(frame, payload if serializer is None else None, salt=salt)
+        return _padded(frame, nbytes)
 
     def written(self, frames: list[memoryview]) -> None:
         """Take back frames of `encode` that were stored and are no longer read: their memory is reused."""
