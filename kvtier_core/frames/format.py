@@ -174,7 +174,10 @@ def seal(
         codec.digest,
     )
     packed = Header(*fields, payload_checksum, decoded_checksum).packed()
-    _write_page(frame, _summed(packed) + (_summed(_table(shard_checksums), packed) if shard_checksums else b""))
+    page = _summed(packed)
+    if count := len(shard_checksums):
+        page += _summed(_COUNT.pack(count) + struct.pack(f"<{count}I", *shard_checksums), packed)
+    _write_page(frame, page)
 
 
 def seal_part(
@@ -213,10 +216,6 @@ def _write_page(frame: memoryview, page: bytes) -> None:
 def _summed(fields: bytes, first: bytes = b"") -> bytes:
     """The fields, followed by the checksum of ``first`` and the fields."""
     return fields + _CHECKSUM.pack(crc32(first + fields))
-
-
-def _table(checksums: Sequence[int]) -> bytes:
-    return _COUNT.pack(len(checksums)) + struct.pack(f"<{len(checksums)}I", *checksums)
 
 
 def verify(
