@@ -80,15 +80,13 @@ def _either(alternatives: tuple[Any, ...], annotation: Any) -> Read:
         read = number(rest[0], words)
     else:
         raise _impossible(annotation)
-    return _optional(read) if types.NoneType in alternatives else read
+    if types.NoneType in alternatives:
+        return lambda node, choose: None if node.value is None else read(node, choose)
+    return read
 
 
 def _impossible(annotation: Any) -> ContractError:
     return ContractError(f"a setting cannot have type {annotation}")
-
-
-def _optional(read: Read) -> Read:
-    return lambda node, choose: None if node.value is None else read(node, choose)
 
 
 def _several(read: Read) -> Read:
