@@ -27,25 +27,15 @@ _NOT_WRITTEN = ("name", "config", "source")
 
 
 def load_config(source: pathlib.Path | str | Mapping, registry: Registry, label: str = "inline") -> StackConfig:
-    """Read a configuration.
+    """Read a configuration from a YAML file, or from a mapping with the same keys and plain values.
 
-    Parameters
-    ----------
-    source
-        The path of a YAML file, or the same keys and plain values as a mapping.
-    registry
-        The plugins to choose from.
-    label
-        The name of a mapping in problems.
-
-    Raises ConfigError with every problem found.
+    ``label`` is the name of a mapping in problems. Raises ConfigError with every problem found.
     """
     collector = ProblemCollector()
-    root = (
-        yaml_nodes.from_plain(source, label, collector)
-        if isinstance(source, Mapping)
-        else yaml_nodes.from_file(source, collector)
-    )
+    if isinstance(source, Mapping):
+        root = yaml_nodes.from_plain(source, label, collector)
+    else:
+        root = yaml_nodes.from_file(source, collector)
     with collector:
         config = read_stack(root, registry)
     collector.raise_if_any()
@@ -67,10 +57,8 @@ def read_stack(root: Node, registry: Registry) -> StackConfig:
     }
     collector = ProblemCollector()
     values = decode.read_keys(root, known, choose, collector)
-    if served and "tiers" in root.entries():
-        collector.problems.append(
-            root.entries()["tiers"].problem("the server already has the tiers", "remove 'tiers' or 'server'")
-        )
+    if served and (tiers := root.entries().get("tiers")) is not None:
+        collector.problems.append(tiers.problem("the server already has the tiers", "remove 'tiers' or 'server'"))
     decode.validate(StackConfig, root, values, collector)
     collector.raise_if_any()
     del values["version"]

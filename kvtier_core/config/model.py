@@ -283,16 +283,9 @@ class StackConfig:
     ) -> StackConfig:
         """This configuration with ``chunk_tokens`` as a number.
 
-        Parameters
-        ----------
-        block_size
-            Tokens of one of the engine's blocks.
-        block_nbytes
-            Bytes of a block in all layers and on all ranks.
-        most
-            Maximum number of tokens of a chunk, a multiple of ``block_size``; None: a good default.
-        within
-            Multiples of ``block_size``, in tokens, each of which must consist of whole chunks.
+        A block of the engine has ``block_size`` tokens, and ``block_nbytes`` in all layers and on all ranks. A chunk
+        has at most ``most`` tokens, a multiple of ``block_size``; None: a good default. Each number of tokens in
+        ``within``, also a multiple of ``block_size``, must consist of whole chunks.
         """
         if self.chunk_tokens != "auto":
             return self
