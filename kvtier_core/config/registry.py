@@ -96,9 +96,8 @@ class Registry:
         from kvtier_core.config import versions
 
         distribution = offer.plugin.partition(":")[0]
-        return (
-            run(lambda: versions.lacking(distribution, _EXTRAS.get((offer.kind, offer.name), offer.name))).value or []
-        )
+        extra = _EXTRAS.get((offer.kind, offer.name), offer.name)
+        return run(lambda: versions.lacking(distribution, extra)).value or []
 
     def log_problems(self) -> None:
         """Log a warning for each broken plugin and each clash, including those that no YAML file names."""
