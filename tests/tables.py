@@ -54,7 +54,17 @@ def _native(of: Any) -> Iterator[tuple[str, Any]]:
 
 
 #: Tables that are empty when nothing is asked and nobody holds anything.
-_OF_HOLDERS = {"_by_holder", "_waiting", "_self_test_keys", "_reserved", "_pinned", "_pins", "_invalidated", "_since"}
+_OF_HOLDERS = {
+    "_by_holder",
+    "_reservations",
+    "_waiting",
+    "_self_test_keys",
+    "_reserved",
+    "_pinned",
+    "_pins",
+    "_invalidated",
+    "_since",
+}
 _OF_CALLS = {"in_use", "invalidated", "_holders", "_unusable", "_reading", "_sealing", "_waiting_for_room", "_queries"}
 _KINDS = {"dict", "set", "list", "deque", "Counter", "OrderedDict"}
 

@@ -57,35 +57,12 @@ class Reservation:
     parents: dict[ChunkKey, ChunkKey | None] = attrs.field(factory=dict)  #: of each chunk
     plan: AdmissionPlan = attrs.field(factory=AdmissionPlan)
 
+    def add(self, parents: Mapping[ChunkKey, ChunkKey | None], plan: AdmissionPlan) -> None:
+        """``parents`` maps more reserved chunks to their parents; the part of ``plan`` about these chunks is kept."""
+        self.parents.update(parents)
+        self.plan.add(plan, list(parents))
+
     def check_own(self, keys: Collection[ChunkKey]) -> None:
         """Raise ContractError unless these are different chunks of this reservation."""
         if len(set(keys)) < len(keys) or not self.parents.keys() >= set(keys):
             raise ContractError("a chunk is named twice, or this holder has not reserved it")
-
-
-class Reservations:
-    """The reservations of all holders."""
-
-    def __init__(self) -> None:
-        self._by_holder: dict[str, Reservation] = {}
-
-    def __contains__(self, holder: str) -> bool:
-        return holder in self._by_holder
-
-    def add(self, holder: str, parents: Mapping[ChunkKey, ChunkKey | None], plan: AdmissionPlan, now: float) -> None:
-        """``parents`` maps each reserved chunk to its parent; the part of ``plan`` about these chunks is kept."""
-        if parents:
-            reservation = self._by_holder.setdefault(holder, Reservation(now))
-            reservation.parents.update(parents)
-            reservation.plan.add(plan, list(parents))
-
-    def of(self, holder: str) -> Reservation:
-        """The holder's reservation. Raises ContractError if it has none."""
-        if holder not in self._by_holder:
-            raise ContractError(f"{holder} has reserved nothing")
-        return self._by_holder[holder]
-
-    def drop(self, holder: str) -> list[ChunkKey]:
-        """Forget and return the chunks that a holder has reserved."""
-        reservation = self._by_holder.pop(holder, None)
-        return list(reservation.parents) if reservation else []

@@ -14,7 +14,7 @@ from kvtier_core.errors import ContractError
 from kvtier_core.interfaces import Medium, SupportsNamespaces
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.outside import printable
-from kvtier_core.stack.admission import AdmissionPlan, Level, Reservations
+from kvtier_core.stack.admission import AdmissionPlan, Level, Reservation
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.interface import Hints, Later, Stack
@@ -105,7 +105,7 @@ class StorageManager(Stack):
         self._promotions = Promotions(
             self._hot, self.tiers, self._leases, make_room=self._make_room, arrived=self._promoted
         )
-        self._reservations = Reservations()
+        self._reservations: dict[str, Reservation] = {}  # by holder
         search = BoundarySearch if len(layout.parts) > 1 else ChainSearch
         self._search = search(self.arenas, self.tiers, self._promotions, self._leases, layout)
         self._self_test_keys: dict[str, list[ChunkKey]] = {}  # by holder
@@ -216,7 +216,9 @@ class StorageManager(Stack):
             reserved += self._reserve_parts(parts, path, plan.salts)
         if promised_to:
             self._leases.promise(reserved, promised_to)
-        self._reservations.add(holder, {key: parents.get(key) for key in reserved}, plan, self._clock())
+        if reserved:
+            reservation = self._reservations.setdefault(holder, Reservation(self._clock()))
+            reservation.add({key: parents.get(key) for key in reserved}, plan)
         return dict(zip(reserved, self._hot.slots(reserved), strict=True))
 
     def _reserve_parts(
@@ -240,11 +242,13 @@ class StorageManager(Stack):
     def commit(
         self, holder: str, checksums: Mapping[ChunkKey, Sequence[int]] | None = None, empty: Collection[ChunkKey] = ()
     ) -> None:
-        reservation, checksums = self._reservations.of(holder), checksums or {}
+        if holder not in self._reservations:
+            raise ContractError(f"{holder} has reserved nothing")
+        reservation, checksums = self._reservations[holder], checksums or {}
         reservation.check_own(empty)
         reservation.check_own(checksums)
         self._check_checksums(checksums.values())
-        self._reservations.drop(holder)
+        del self._reservations[holder]
         self._hot.abort(empty)
         if empty:
             why = "it, or one before it, exceeds its slot when packed" if self.packed else "its slot was not filled"
@@ -266,7 +270,8 @@ class StorageManager(Stack):
 
     def abort(self, holder: str) -> None:
         """Free what the holder has reserved. What it looked up stays pinned."""
-        self._hot.abort(self._reservations.drop(holder))
+        if reservation := self._reservations.pop(holder, None):
+            self._hot.abort(list(reservation.parents))
 
     def copied(self) -> list[ChunkKey]:
         copied = self._hot.copied

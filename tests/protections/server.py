@@ -205,7 +205,7 @@ MUTANTS = (
         "a-refused-commit-has-ended-its-reservation",
         MANAGER,
         "        reservation.check_own(empty)\n",
-        "        self._reservations.drop(holder)\n        reservation.check_own(empty)\n",
+        "        del self._reservations[holder]\n        reservation.check_own(empty)\n",
         REFUSED_TESTS + "test_a_refused_commit_keeps_its_reservation",
     ),
     Mutant(

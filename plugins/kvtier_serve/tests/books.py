@@ -34,7 +34,7 @@ def recount(server: Server) -> None:
         assert set(session._holders) == {session.space, *session._former} <= {*spaces}
     for space in spaces:
         if not space.sessions:
-            assert not _engines_among(space.stack.pins_by_holder()) and not space.stack._reservations._by_holder
+            assert not _engines_among(space.stack.pins_by_holder()) and not space.stack._reservations
 
 
 def used(tenants: Tenants) -> dict[str, int]:
