@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -48,10 +48,6 @@ class Elements:
     of_channel: int
 
 
-def _numbers(items: Iterable[int]) -> tuple[int, ...]:
-    return tuple(items)
-
-
 def _elements(rows: Iterable[Elements | Mapping[str, int]]) -> tuple[Elements, ...]:
     """Convert rows, including those of `attrs.asdict`."""
     return tuple(row if isinstance(row, Elements) else Elements(**row) for row in rows)
@@ -66,7 +62,8 @@ class KVGroup:
 
     name: str  #: for logs, errors and facts; unique in the layout
     kind: KVKind = attrs.field(converter=KVKind)
-    page_nbytes: tuple[int, ...] = attrs.field(converter=_numbers)  #: of a page of each layer, as one rank holds it
+    #: Bytes of a page of each layer, as one rank holds it.
+    page_nbytes: tuple[int, ...] = attrs.field(converter=tuple[int, ...])
     block_tokens: int  #: tokens of one block; for states, the tokens between two states that the engine may keep
     dtype: str  #: of the elements of a page, as torch names it: ``bfloat16``; separated by spaces if layers differ
     structure: KVStructure = attrs.field(converter=KVStructure)
@@ -75,7 +72,7 @@ class KVGroup:
     #: differ. Not part of the `fact`: the page layout and the attention backend are separate facts.
     elements: tuple[Elements, ...] = attrs.field(default=(), converter=_elements)
     #: Each layer's position in the model, for serializers; empty if unknown.
-    depths: tuple[int, ...] = attrs.field(default=(), converter=_numbers)
+    depths: tuple[int, ...] = attrs.field(default=(), converter=tuple[int, ...])
 
     def __attrs_post_init__(self) -> None:
         shortest = 1 if self.kind in (KVKind.SLIDING_WINDOW, KVKind.CHUNKED_LOCAL) else 0
@@ -182,10 +179,6 @@ class Part:
         return self.shards[rank // self.replicas]
 
 
-def _groups(items: Iterable[KVGroup]) -> tuple[KVGroup, ...]:
-    return tuple(items)
-
-
 @attrs.frozen
 class ChunkLayout:
     """The frames of a chunk, and the places of its bytes in them.
@@ -199,9 +192,9 @@ class ChunkLayout:
     groups.
     """
 
-    groups: tuple[KVGroup, ...] = attrs.field(converter=_groups)  #: with the layers of all pipeline stages
-    tokens: int = attrs.field()  #: of a chunk: a multiple of every group's ``block_tokens``, else ValueError
-    ranks: int = attrs.field(default=1)  #: of all stages, stage after stage
+    groups: tuple[KVGroup, ...] = attrs.field(converter=tuple[KVGroup, ...])  #: with the layers of all pipeline stages
+    tokens: int  #: of a chunk: a multiple of every group's ``block_tokens``, else ValueError
+    ranks: int = 1  #: of all stages, stage after stage
     replicas: int = 1  #: number of consecutive ranks of a stage with the same bytes; the first one stores them
     #: For each pipeline stage, the number of layers of each group; empty if there is one stage. ValueError unless these
     #: add up to all layers, and ``ranks`` is a multiple of stages times replicas.
@@ -211,17 +204,14 @@ class ChunkLayout:
     #: only shard is independent of the ranks. ValueError with stages, or groups that do not keep every token.
     any_ranks: bool = False
 
-    @tokens.validator
-    def _check_tokens(self, attribute: attrs.Attribute, tokens: int) -> None:
-        for group in self.groups:
-            if tokens < 1 or tokens % group.block_tokens:
-                raise ValueError(
-                    f"{tokens} tokens are not a multiple of the block size {group.block_tokens} ({group.name})"
-                )
-            if group.kind is KVKind.CHUNKED_LOCAL and group.reach % tokens:
-                raise ValueError(f"{group.reach} tokens of local attention are not whole chunks ({group.name})")
-
     def __attrs_post_init__(self) -> None:
+        for group in self.groups:
+            if self.tokens < 1 or self.tokens % group.block_tokens:
+                raise ValueError(
+                    f"{self.tokens} tokens are not a multiple of the block size {group.block_tokens} ({group.name})"
+                )
+            if group.kind is KVKind.CHUNKED_LOCAL and group.reach % self.tokens:
+                raise ValueError(f"{group.reach} tokens of local attention are not whole chunks ({group.name})")
         layers = tuple(len(group.page_nbytes) for group in self.groups)
         if self.stages and tuple(map(sum, zip(*self.stages, strict=True))) != layers:
             raise ValueError(f"stages have {self.stages} layers, but groups have {layers}")
@@ -250,26 +240,25 @@ class ChunkLayout:
 
     def pages_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Bytes of a page of each layer of a rank, by group."""
-        return tuple(
-            group.page_nbytes[layers] for group, layers in zip(self.groups, self._layers_of(rank), strict=True)
-        )
+        return tuple(group.page_nbytes[layers] for group, layers in self._layers_of(rank))
 
     def depths_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The position in the model of each layer of a rank, by group; empty for groups where it is unknown."""
-        return tuple(group.depths[layers] for group, layers in zip(self.groups, self._layers_of(rank), strict=True))
+        return tuple(group.depths[layers] for group, layers in self._layers_of(rank))
 
-    def _layers_of(self, rank: int) -> tuple[slice, ...]:
-        if not self.stages:
-            return (slice(None),) * len(self.groups)
-        stage = rank * len(self.stages) // self.ranks
-        ends = tuple(map(sum, zip(*self.stages[: stage + 1], strict=True)))
-        return tuple(slice(end - count, end) for end, count in zip(ends, self.stages[stage], strict=True))
+    def _layers_of(self, rank: int) -> Iterator[tuple[KVGroup, slice]]:
+        """Each group, and those of its layers that a rank has."""
+        stages = self.stages or [[len(group.page_nbytes) for group in self.groups]]
+        stage = rank * len(stages) // self.ranks
+        ends = map(sum, zip(*stages[: stage + 1], strict=True))
+        for group, end, count in zip(self.groups, ends, stages[stage], strict=True):
+            yield group, slice(end - count, end)
 
     def alone(self, rank: int) -> ChunkLayout:
         """The layout of one rank's shard, as if it were the only rank."""
         groups = [
-            attrs.evolve(group, page_nbytes=pages, depths=depths)
-            for group, pages, depths in zip(self.groups, self.pages_of(rank), self.depths_of(rank), strict=True)
+            attrs.evolve(group, page_nbytes=group.page_nbytes[layers], depths=group.depths[layers])
+            for group, layers in self._layers_of(rank)
         ]
         return ChunkLayout(groups, self.tokens, packed=self.packed)
 
