@@ -195,22 +195,19 @@ class Event:
     at: float = attrs.field(factory=time.time, eq=False)  #: when it was noticed, in seconds since 1970
 
 
-_SIZE = re.compile(r"([0-9]+)\s*(B|KiB|MiB|GiB|TiB|PiB)")
 _SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
-_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|min)")
 _TIME_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
-_ENV = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 
 
 class Nbytes(int):
     """A number of bytes, written with a binary unit: ``8GiB``."""
 
-    PATTERN: ClassVar[str] = _SIZE.pattern  #: the text that `parse` accepts
+    PATTERN: ClassVar[str] = r"([0-9]+)\s*(B|KiB|MiB|GiB|TiB|PiB)"  #: the text that `parse` accepts
 
     @classmethod
     def parse(cls, text: str) -> Nbytes:
         """Read a whole number and B, KiB, MiB, GiB, TiB or PiB. Raises ValueError for anything else."""
-        match = _SIZE.fullmatch(text.strip())
+        match = re.fullmatch(cls.PATTERN, text.strip())
         if match is None:
             raise ValueError(f"{text!r} is not a size; write a whole number and B, KiB, MiB, GiB, TiB or PiB")
         return cls(int(match[1]) * _SIZE_UNITS[match[2]])
@@ -234,12 +231,12 @@ def size(nbytes: float) -> str:
 class Seconds(float):
     """A length of time in seconds, written with a unit: ``500ms``, ``2s``, ``1min``."""
 
-    PATTERN: ClassVar[str] = _TIME.pattern  #: the text that `parse` accepts
+    PATTERN: ClassVar[str] = r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|min)"  #: the text that `parse` accepts
 
     @classmethod
     def parse(cls, text: str) -> Seconds:
         """Read a number and ms, s or min. Raises ValueError for anything else."""
-        match = _TIME.fullmatch(text.strip())
+        match = re.fullmatch(cls.PATTERN, text.strip())
         if match is None:
             raise ValueError(f"{text!r} is not a duration; write a number and ms, s or min")
         return cls(float(match[1]) * _TIME_UNITS[match[2]])
@@ -252,14 +249,14 @@ class Seconds(float):
 class EnvSecret:
     """A secret in an environment variable, written ``env:NAME``. Only the name of the variable is ever shown."""
 
-    PATTERN: ClassVar[str] = _ENV.pattern  #: the text that `parse` accepts
+    PATTERN: ClassVar[str] = r"env:([A-Za-z_][A-Za-z0-9_]*)"  #: the text that `parse` accepts
 
     variable: str
 
     @classmethod
     def parse(cls, text: str) -> EnvSecret:
         """Read ``env:NAME``. Raises ValueError for anything else, and does not repeat the value."""
-        match = _ENV.fullmatch(text.strip())
+        match = re.fullmatch(cls.PATTERN, text.strip())
         if match is None:
             raise ValueError("write env:NAME; secrets come from the environment, never from a file")
         return cls(match[1])
