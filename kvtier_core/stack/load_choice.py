@@ -38,7 +38,6 @@ class StoreSpeed:
         self._queries: list[float] = []  # start times of those without an answer
         self._under_way = 0
         self._begun = 0.0
-        self._ended = 0.0
         self._delivered = 0.0  # when the store last delivered, or began to
         self._nbytes = 0
 
@@ -56,14 +55,14 @@ class StoreSpeed:
         """A read ended at this time with ``nbytes``; 0 if it failed."""
         self._under_way -= 1
         self._nbytes += nbytes
-        self._ended = max(ended, self._begun)
+        ended = max(ended, self._begun)
         if nbytes:
-            self._delivered = self._ended
+            self._delivered = ended
         else:
-            self._no_answer(self._ended - self._delivered)
+            self._no_answer(ended - self._delivered)
         if not self._under_way or self._nbytes >= _PIECE_NBYTES:
-            self._measured(self._nbytes, self._ended - self._begun)
-            self._begun, self._nbytes = self._ended, 0
+            self._measured(self._nbytes, ended - self._begun)
+            self._begun, self._nbytes = ended, 0
 
     def asked(self, now: float) -> None:
         """A query for keys begins."""
