@@ -103,7 +103,7 @@ class StorageManager(Stack):
         )
         self._leases = Leases(self.arenas, self.tiers, unawaited=lambda keys: self._promotions.forget(keys))
         self._promotions = Promotions(
-            self._hot, self.tiers, self._leases, make_room=self._make_room, arrived=self._promoted
+            self.arenas, self.tiers, self._leases, make_room=self._make_room, arrived=self._promoted
         )
         self._reservations: dict[str, Reservation] = {}  # by holder
         search = BoundarySearch if len(layout.parts) > 1 else ChainSearch
@@ -297,7 +297,7 @@ class StorageManager(Stack):
     def step(self) -> list[Event]:
         for pool in self._pools():
             pool.step()
-        self._promotions.start(self._search.has_slot)
+        self._promotions.start()
         if self.later and (opened := self.later.step()):
             self._add(opened)
         for arena in self.arenas:

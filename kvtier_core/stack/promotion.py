@@ -19,8 +19,6 @@ from kvtier_core.types import ChunkKey
 _AT_ONCE = 256
 #: ``arrived(tier, keys, salts)``: these chunks are READY and sealed. ``salts`` is for those whose requests have one.
 Arrived = Callable[[StoreTier, Sequence[ChunkKey], Mapping[ChunkKey, bytes]], None]
-#: Does this chunk have a slot in an arena?
-Taken = Callable[[ChunkKey], bool]
 
 
 @attrs.frozen
@@ -46,7 +44,7 @@ class Promotions:
 
     def __init__(
         self,
-        hot: Arena,
+        arenas: Sequence[Arena],
         tiers: Sequence[StoreTier],
         leases: Leases,
         *,
@@ -57,7 +55,8 @@ class Promotions:
         self.stalled = False  #: Did some of the last requests find no room?
         #: Declined chunks that are read anyway, to measure their store again. No request waits for them.
         self.probes: set[ChunkKey] = set()
-        self._hot = hot
+        self._arenas = arenas
+        self._hot = arenas[0]
         self._leases = leases
         self._make_room = make_room
         self._arrived = arrived
@@ -76,15 +75,15 @@ class Promotions:
         """The tier that a chunk is being read from; empty if none."""
         return self._reading[key].tier if key in self._reading else ""
 
-    def request(self, path: Sequence[ChunkKey], at: int, taken: Taken, terms: Terms) -> Requested:
+    def request(self, path: Sequence[ChunkKey], at: int, terms: Terms) -> Requested:
         """Request the run of chunks from ``at`` on that one tier can deliver, or may be able to.
 
-        Stops before the first chunk that is ``taken`` or was just rejected. Chunks that workers read directly are not
-        requested, unless ``terms`` name their tier.
+        Stops before the first chunk that has a slot in an arena, or that was just rejected. Chunks that workers read
+        directly are not requested, unless ``terms`` name their tier.
         """
 
         def blocked(key: ChunkKey) -> bool:
-            return key in self.rejected or taken(key)
+            return key in self.rejected or self._has_slot(key)
 
         if blocked(path[at]):
             return Requested()
@@ -109,15 +108,15 @@ class Promotions:
         self.bring(tier, probes, parents, Terms(salt=salt))
         self.probes.update(probes)
 
-    def start(self, taken: Taken) -> None:
+    def start(self) -> None:
         """Begin to read requested chunks, as room and each tier's limit in flight permit."""
         self.rejected.clear()
-        self._take_answers(taken)
+        self._take_answers()
         if any(self._queues.values()):
             self.stalled = False
         for tier in self._tiers:
             if queue := self._queues[tier]:
-                self._start(tier, queue, taken)
+                self._start(tier, queue)
             for key in self._unawaited.union(self.probes.difference(self._reading)) if queue else ():
                 queue.pop(key, None)
         self._unawaited.clear()
@@ -137,7 +136,7 @@ class Promotions:
         self._queues[tier].update(requests)
         self._unawaited.difference_update(requests)
 
-    def _start(self, tier: StoreTier, queue: OrderedDict[ChunkKey, _Request], taken: Taken) -> None:
+    def _start(self, tier: StoreTier, queue: OrderedDict[ChunkKey, _Request]) -> None:
         """Begin the reads that one tier permits now."""
         dropped: list[ChunkKey] = []
         if not tier.can_read:
@@ -149,20 +148,19 @@ class Promotions:
             key, request = queue.popitem(last=False)
             if not tier.has(key):
                 dropped.append(key)
-            elif not taken(key):
+            elif not self._has_slot(key):
                 requests[key] = request
         self._make_room(self._hot, len(requests), ())
         fitting = list(requests)[: self._hot.free]
         salts = {key: requests[key].terms.salt for key in fitting if requests[key].terms.salt}
         self._hot.reserve(fitting, salts)
-        begun = tier.read(
-            [(key, self._hot.view(key)) for key in fitting], lambda good, bad: self._read(tier, good, bad), salts
-        )
+        views = [(key, self._hot.view(key)) for key in fitting]
+        begun = set(tier.read(views, lambda good, bad: self._read(tier, good, bad), salts))
         self._reading.update((key, attrs.evolve(requests[key], tier=tier.name)) for key in begun)
-        self._hot.abort(_without(fitting, set(begun)))
+        self._hot.abort([key for key in fitting if key not in begun])
         self.rejected.update(list(requests)[len(fitting) :])
         self.stalled |= len(fitting) < len(requests)
-        self._leases.wake([*dropped, *_without(requests, set(begun))])
+        self._leases.wake([*dropped, *(requests.keys() - begun)])
 
     def _ask(self, tiers: Sequence[StoreTier], path: Sequence[ChunkKey], at: int, terms: Terms) -> Requested:
         """Ask all shared stores at the same time for the chunks of a path that no index has."""
@@ -173,7 +171,7 @@ class Promotions:
             return Requested()
         return Requested(max(runs[tier] for tier in awaited), awaited[0].name)
 
-    def _take_answers(self, taken: Taken) -> None:
+    def _take_answers(self) -> None:
         """Request the chunks that stores were asked for and have, if they are worth loading.
 
         No request need name the path again. Chunks after a missing one are left alone.
@@ -183,7 +181,7 @@ class Promotions:
             requested: dict[ChunkKey, _Request] = {}
             for key in found:
                 query = self._queries.get(key)
-                if query and not taken(key) and self._continues(query.parent, requested, taken):
+                if query and not self._has_slot(key) and self._continues(query.parent, requested):
                     requested[key] = query
             if requested and not tier.is_direct():
                 choice = tier.choose(len(requested), next(iter(requested.values())).terms.limit)
@@ -193,14 +191,17 @@ class Promotions:
                     self._queries.pop(key, None)
             self._leases.wake([key for key in answered if key not in self._queues[tier]])
 
-    def _continues(self, parent: ChunkKey | None, found: Container[ChunkKey], taken: Taken) -> bool:
+    def _continues(self, parent: ChunkKey | None, found: Container[ChunkKey]) -> bool:
         """Is this chunk, and so every chunk before it, in an arena or on its way there?"""
         return (
             parent is None
             or parent in found
             or any(parent in queue for queue in self._queues.values())
-            or taken(parent)
+            or self._has_slot(parent)
         )
+
+    def _has_slot(self, key: ChunkKey) -> bool:
+        return any(arena.has_slot(key) for arena in self._arenas)
 
     def _read(self, tier: StoreTier, good: Sequence[ChunkKey], bad: Sequence[ChunkKey]) -> None:
         self._hot.abort(bad)
@@ -217,7 +218,3 @@ def _named(path: Sequence[ChunkKey], at: int, chunks: int, terms: Terms) -> dict
     keys = path[at : at + chunks]
     parents = [path[at - 1] if at else None, *keys]
     return {key: _Request(parent, terms) for key, parent in zip(keys, parents, strict=False)}
-
-
-def _without(keys: Iterable[ChunkKey], others: Container[ChunkKey]) -> list[ChunkKey]:
-    return [key for key in keys if key not in others]

@@ -387,7 +387,7 @@ def test_chunks_on_their_way_are_waited_for_in_their_tier(served):
     host = served()
     request = host.submit("second", ASKED)
     host.manager.lookup(host.side._requests.keys(host.side.track(request.view()), 32), "other")
-    host.manager._promotions.start(lambda key: False)
+    host.manager._promotions.start()
     found = host.manager.lookup(host.side._requests.get("second").path, "second")
     assert (found.arriving.chunks, found.arriving.tier) == (CHUNKS, "disk")
     host.manager.release("other")

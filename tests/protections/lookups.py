@@ -14,8 +14,8 @@ MUTANTS = (
     Mutant(
         "chunks-that-do-not-fit-are-awaited",
         f"{LOOKUP}/chain.py",
-        "path[: at + room], at, self.has_slot",
-        "path, at, self.has_slot",
+        "path[: at + room], at, terms",
+        "path, at, terms",
         ROOM + "test_as_many_chunks_are_awaited_as_the_arena_has_slots",
     ),
     Mutant(

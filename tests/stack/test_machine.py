@@ -234,7 +234,7 @@ def never_writes_down(monkeypatch):
 
 
 def never_promotes(monkeypatch):
-    monkeypatch.setattr(Promotions, "start", lambda self, taken: self.forget_requests())
+    monkeypatch.setattr(Promotions, "start", lambda self: self.forget_requests())
 
 
 def evicts_what_somebody_looked_up(monkeypatch):

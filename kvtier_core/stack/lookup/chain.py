@@ -94,7 +94,7 @@ class ChainSearch(Search):
         If none is, some are occasionally loaded anyway, to measure the store again.
         """
         run = path[at : at + tier.leasable(path, at)]
-        keys = leading_run(run, lambda key: not any(arena.has(key) for arena in self._arenas))
+        keys = leading_run(run, lambda key: not self._is_ready(key))
         choice = tier.choose(len(keys), terms.limit)
         chosen = keys[: choice.chunks or tier.probe(len(keys))]
         held = self._leases.hold(tier, chosen, lease, holder, leading=at == len(lease.slots))
@@ -115,7 +115,7 @@ class ChainSearch(Search):
             return Requested()
         if arena:
             return Requested(room, source or arena.name)
-        return self._promotions.request(path[: at + room], at, self.has_slot, terms)
+        return self._promotions.request(path[: at + room], at, terms)
 
     def _comes_from(self, source: str, key: ChunkKey) -> bool:
         """Is this chunk on its way from this tier, and not only to measure it?"""

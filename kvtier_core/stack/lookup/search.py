@@ -67,10 +67,6 @@ class Search(abc.ABC):
     def _is_ready(self, key: ChunkKey) -> bool:
         return any(arena.has(key) for arena in self._arenas)
 
-    def has_slot(self, key: ChunkKey) -> bool:
-        """Does this chunk have a slot in an arena?"""
-        return any(arena.has_slot(key) for arena in self._arenas)
-
     def _arriving(self, key: ChunkKey) -> Arena | None:
         """The arena in which this chunk is being filled."""
         return next((arena for arena in self._arenas if arena.arrives(key)), None)
