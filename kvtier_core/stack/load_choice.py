@@ -127,7 +127,10 @@ class LoadChooser:
         All if ``limit`` is None or the store's speed is unknown; none if the request may not wait.
         """
         needed = self._speed.seconds(queued_nbytes + chunks * nbytes)
-        if limit is None or (self._may_try(needed, chunks, limit) and limit.wait > 0):
+        if limit is None:
+            return LoadChoice(chunks)
+        may_try = self._speed.rate is None and (needed or 0.0) <= limit.computing(chunks)
+        if may_try and limit.wait > 0:
             return LoadChoice(chunks)
         in_time = self._speed.within(limit.wait) - queued_nbytes if limit.wait > 0 else 0
         fitting = int(max(0, min(chunks * nbytes, in_time))) // nbytes
@@ -140,10 +143,6 @@ class LoadChooser:
     def silence(self) -> float:
         """Seconds for which the store has owed an answer, or delivered nothing of the reads under way."""
         return self._speed.silence(self._clock())
-
-    def _may_try(self, answer: float | None, chunks: int, limit: LoadLimit) -> bool:
-        """Is the store's rate still unknown, and is its answer fast enough to try?"""
-        return self._speed.rate is None and (answer or 0.0) <= limit.computing(chunks)
 
     def worth_asking(self, chunks: int, limit: LoadLimit | None) -> bool:
         """Should a request wait for the store's answer whether it has these chunks?"""
