@@ -200,9 +200,7 @@ class FrequencyFilter:
     def note(self, keys: Iterable[ChunkKey]) -> None:
         """A request names these keys."""
         for key in keys:
-            short = key[:_PREFIX_NBYTES]
-            seen = self._younger.get(short) or self._older.get(short, 0)
-            self._younger[short] = seen + 1
+            self._younger[key[:_PREFIX_NBYTES]] = self.of(key) + 1
             if len(self._younger) >= _REMEMBERED:
                 self._older, self._younger = self._younger, {}
 
