@@ -481,7 +481,7 @@ MUTANTS = (
     Mutant(
         "what-comes-up-is-anybodys",
         LEASES,
-        "self.pin(here, lease, holder)",
+        "self.pin(here, lease)",
         "pass",
         "tests/stack/test_manager.py::test_a_promoted_chunk_is_kept_for_the_request_that_asked",
     ),

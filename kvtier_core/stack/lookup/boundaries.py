@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 
 from kvtier_core.layouts import ChunkLayout, part_key
+from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.lookup.leases import Lease
 from kvtier_core.stack.lookup.search import Search
 from kvtier_core.stack.outcomes import LoadLimit, Lookup, Missing, Terms
@@ -53,9 +54,9 @@ class _Path:
     def _behind_skipped(self, needed: range) -> range:
         return range(max(self.skipped, needed.start), needed.stop)
 
-    def run(self, holds: _Holds) -> int:
-        """Number of leading chunks that are held, whether or not their boundaries are restorable."""
-        return next((i for i, key in enumerate(self.chunks) if not holds(key)), len(self.chunks))
+    def run(self) -> int:
+        """Number of leading chunks that may come, whether or not their boundaries are restorable."""
+        return len(leading_run(self.chunks, self.may_come))
 
     def restorable(self, most: int, holds: _Holds) -> int:
         """The last restorable boundary, as the number of chunks before it: at most ``most``, or 0."""
@@ -73,7 +74,7 @@ class BoundarySearch(Search):
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> Lookup:
         sought = self._sought(path, terms)
         lease = self._leases.of(path, holder, lasting=terms.lasting)
-        chain = sought.run(sought.may_come)
+        chain = sought.run()
         ready, wanted = sought.restorable(chain, self._is_ready), sought.restorable(chain, sought.may_come)
         fitting = self._fitting(sought, ready, wanted, lease)
         below = self._bring(sought, ready, fitting, terms)
@@ -82,9 +83,9 @@ class BoundarySearch(Search):
         if fitting <= later < wanted:
             too_small = self._too_small(wanted - later, *self._slots(sought, ready, wanted), lease)
         needed = [*sought.needed(ready), *sought.needed(later)]
-        self._leases.pin([key for key in dict.fromkeys(needed) if self._is_ready(key)], lease, holder)
-        self._leases.expect((key for key in needed if not self._is_ready(key)), below.tier, lease, holder)
-        self._leases.done(holder)
+        self._leases.pin([key for key in dict.fromkeys(needed) if self._is_ready(key)], lease)
+        self._leases.expect((key for key in needed if not self._is_ready(key)), below.tier, lease)
+        self._leases.done(lease)
         places = sorted(sought.needed(ready).items(), key=lambda item: item[1])
         keys = [key for key, _ in places]
         return Lookup(
@@ -101,7 +102,7 @@ class BoundarySearch(Search):
     def prefetch(self, path: Sequence[ChunkKey], terms: Terms) -> None:
         """Ask stores for the whole path; request the parts of its last boundary if there is room for all of them."""
         sought = self._sought(path, terms)
-        chain = sought.run(sought.may_come)
+        chain = sought.run()
         ready, later = sought.restorable(chain, self._is_ready), sought.restorable(chain, sought.may_come)
         if self._slots(sought, ready, later)[0] <= self._room_ahead:
             self._bring(sought, ready, later, terms)
@@ -175,7 +176,7 @@ class BoundarySearch(Search):
             return None
         if not sought.may_come(sought.chunks[chunks]):
             return Missing(self._miss_reason(sought.chunks[chunks], terms))
-        if sought.restorable(sought.run(sought.may_come), sought.may_come) > chunks:
+        if sought.restorable(sought.run(), sought.may_come) > chunks:
             return Missing(self._no_room)
         others = [self._layout.groups[group].name for part in self._layout.parts[1:] for group in part.groups]
         return Missing(f"what follows is stored without what a request needs of {', '.join(others)} to continue there")

@@ -17,22 +17,22 @@ class ChainSearch(Search):
     """Finds the leading chunks of a path."""
 
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> Lookup:
-        lease, hot = self._leases.of(path, holder, lasting=terms.lasting), self._arenas[0]
+        lease = self._leases.of(path, holder, lasting=terms.lasting)
         at, below = len(lease.slots), Requested()
         awaited, coming = "", 0
         while at < len(path):
             if run := self._ready_run(path, at):
                 if coming:
                     run = self._staying(path, at, run, coming, lease)
-                self._leases.pin(path[at : at + run], lease, holder, leading=at == len(lease.slots))
+                self._leases.pin(path[at : at + run], lease, leading=at == len(lease.slots))
             elif tier := self._readable_by_workers(path[at], terms):
-                below = self._hold(tier, path, at, lease, holder, terms)
+                below = self._hold(tier, path, at, terms, lease)
                 run = below.chunks
             else:
                 below = self._request(path, at, terms, coming, lease)
                 run, awaited = below.chunks, awaited or below.tier
                 coming += run
-                self._leases.expect(path[at : at + run], below.tier, lease, holder)
+                self._leases.expect(path[at : at + run], below.tier, lease)
             if not run:
                 break
             at += run
@@ -40,7 +40,7 @@ class ChainSearch(Search):
         if tier is not None and below.declined and not tier.is_direct(terms.not_direct):
             declined = path[at : at + tier.readable(path, at)]
             self._promotions.probe(tier, declined, [path[at - 1] if at else None, *declined], terms.salt)
-        self._leases.done(holder)
+        self._leases.done(lease)
         rest: Declined | TooSmall | Missing | None = None
         if at < len(path):
             too_small = self._too_small(len(path) - at, coming + 1, path[:at], lease)
@@ -50,7 +50,7 @@ class ChainSearch(Search):
             sources=tuple(lease.sources),
             chunks=len(lease.slots),
             chain=len(lease.slots),
-            exact=hot.exact_run(lease.path),
+            exact=self._arenas[0].exact_run(lease.path),
             arriving=self._arrivals(awaited, at - len(lease.slots)),
             rest=rest,
         )
@@ -86,9 +86,7 @@ class ChainSearch(Search):
         direct = (tier for tier in self._asked(terms) if tier.is_direct(terms.not_direct))
         return next((tier for tier in direct if tier.leasable([key])), None)
 
-    def _hold(
-        self, tier: StoreTier, path: Sequence[ChunkKey], at: int, lease: Lease, holder: str, terms: Terms
-    ) -> Requested:
+    def _hold(self, tier: StoreTier, path: Sequence[ChunkKey], at: int, terms: Terms, lease: Lease) -> Requested:
         """Hold the frames from ``at`` on that are worth loading, up to a chunk that is READY in an arena.
 
         If none is, some are occasionally loaded anyway, to measure the store again.
@@ -97,7 +95,7 @@ class ChainSearch(Search):
         keys = leading_run(run, lambda key: not self._is_ready(key))
         choice = tier.choose(len(keys), terms.limit)
         chosen = keys[: choice.chunks or tier.probe(len(keys))]
-        held = self._leases.hold(tier, chosen, lease, holder, leading=at == len(lease.slots))
+        held = self._leases.hold(tier, chosen, lease, leading=at == len(lease.slots))
         return Requested(held, tier.name, None if held else choice.declined)
 
     def _request(self, path: Sequence[ChunkKey], at: int, terms: Terms, coming: int, lease: Lease) -> Requested:

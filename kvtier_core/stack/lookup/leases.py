@@ -21,6 +21,7 @@ _Place = Slot | StoredFrame
 class Lease:
     """The READY chunks of one path that are pinned for one holder, and the frames held for it in stores."""
 
+    holder: str = ""  #: empty: it is nobody's, and has nothing
     path: list[ChunkKey] = attrs.field(factory=list)  #: the leading chunks that are pinned
     slots: list[_Place] = attrs.field(factory=list)  #: the place of each of them
     sources: list[str] = attrs.field(factory=list)  #: for each of them, the tier that supplied it
@@ -86,7 +87,7 @@ class Leases:
             self.release(holder)
             lease = None
         if lease is None:
-            lease = self._by_holder[holder] = Lease(lasting=lasting)
+            lease = self._by_holder[holder] = Lease(holder, lasting=lasting)
         lease.outdated = lease.await_nothing()
         return lease
 
@@ -97,14 +98,13 @@ class Leases:
         chunk_of = self._arenas[0].index.chunk_of
         return {chunk_of(key) for key in lease.beyond} <= set(path)
 
-    def done(self, holder: str) -> None:
+    def done(self, lease: Lease) -> None:
         """The lookup has ended. An empty lease is forgotten."""
-        lease = self._by_holder[holder]
         outdated, lease.outdated = lease.outdated, set()
-        self._await_no_more(outdated.difference(*lease.awaited.values()), holder)
+        self._await_no_more(outdated.difference(*lease.awaited.values()), lease.holder)
         lease.pending = bool(lease.awaited)
         if not lease:
-            del self._by_holder[holder]
+            del self._by_holder[lease.holder]
 
     def __contains__(self, holder: str) -> bool:
         return holder in self._by_holder
@@ -121,7 +121,7 @@ class Leases:
 
     def all_stay(self, but: Lease) -> bool:
         """Does every other holder of pins in the hottest arena keep them for long, or until a chunk arrives?"""
-        leases = map(self._by_holder.get, self._arenas[0].holders)
+        leases = map(self._by_holder.get, self._arenas[0].pins_by_holder())
         return all(lease and (lease is but or lease.lasting or lease.awaited) for lease in leases)
 
     def release(self, holder: str) -> None:
@@ -147,11 +147,11 @@ class Leases:
             ):
                 self.release(holder)
 
-    def pin(self, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool = False) -> None:
+    def pin(self, keys: Sequence[ChunkKey], lease: Lease, *, leading: bool = False) -> None:
         """Pin READY chunks that the lease does not hold yet; ``leading`` ones continue its leading run."""
         fresh = [key for key in keys if key not in lease.beyond] if lease.beyond else keys
         for arena, here in self._by_arena(fresh).items():
-            slots = arena.pin(here, holder)
+            slots = arena.pin(here, lease.holder)
             if lease.lasting and arena is self._arenas[0]:
                 self.lasting.update(slot.index for slot in slots)
             if self.promoted_from:
@@ -164,10 +164,10 @@ class Leases:
         if leading:
             _lead(lease, keys)
 
-    def hold(self, tier: StoreTier, keys: Sequence[ChunkKey], lease: Lease, holder: str, *, leading: bool) -> int:
+    def hold(self, tier: StoreTier, keys: Sequence[ChunkKey], lease: Lease, *, leading: bool) -> int:
         """Lease frames that workers can read, for as many leading keys as possible. Returns their number."""
         fresh = [key for key in keys if key not in lease.beyond]
-        frames = tier.lease(fresh, holder)
+        frames = tier.lease(fresh, lease.holder)
         lease.beyond.update((frame.key, (frame, tier.name)) for frame in frames)
         held = leading_run(keys, lease.beyond.__contains__)
         if leading:
@@ -176,7 +176,7 @@ class Leases:
 
     def promise(self, keys: Iterable[ChunkKey], holder: str) -> None:
         """These chunks have just been reserved: pin them for the holder as soon as they are READY."""
-        lease = self._by_holder.setdefault(holder, Lease(lasting=True))
+        lease = self._by_holder.setdefault(holder, Lease(holder, lasting=True))
         lease.promised.update(keys)
         self._promised.update(dict.fromkeys(lease.promised, holder))
 
@@ -186,13 +186,13 @@ class Leases:
             if holder := self._promised.pop(key, None):
                 lease = self._by_holder[holder]
                 lease.promised.discard(key)
-                self.pin([key], lease, holder)
+                self.pin([key], lease)
 
-    def expect(self, keys: Iterable[ChunkKey], tier: str, lease: Lease, holder: str) -> None:
-        """These chunks are on their way from a tier: pin them for the holder when they arrive."""
+    def expect(self, keys: Iterable[ChunkKey], tier: str, lease: Lease) -> None:
+        """These chunks are on their way from a tier: pin them when they arrive."""
         for key in keys:
             lease.awaited.setdefault(tier, set()).add(key)
-            self._waiting.setdefault(key, {})[holder] = None
+            self._waiting.setdefault(key, {})[lease.holder] = None
 
     def arrived(self, keys: Sequence[ChunkKey], tier: str) -> None:
         """Chunks were promoted from a tier: pin them for the holders that await them."""
@@ -204,7 +204,7 @@ class Leases:
         for holder, here in awaited.items():
             lease = self._by_holder[holder]
             lease.arrived(here)
-            self.pin(here, lease, holder)
+            self.pin(here, lease)
 
     def wake(self, keys: Iterable[ChunkKey]) -> None:
         """These chunks are no longer on their way: holders that await one of them must look again."""
