@@ -36,7 +36,6 @@ class _Request:
 
     parent: ChunkKey | None
     terms: Terms
-    tier: str = ""  #: its source
 
 
 class Promotions:
@@ -63,7 +62,7 @@ class Promotions:
         self._tiers = tiers
         self._queues: defaultdict[StoreTier, OrderedDict[ChunkKey, _Request]] = defaultdict(OrderedDict)
         self._unawaited: set[ChunkKey] = set()
-        self._reading: dict[ChunkKey, _Request] = {}
+        self._reading: dict[ChunkKey, tuple[StoreTier, _Request]] = {}  # each with its source
         self._queries: dict[ChunkKey, _Request] = {}  # keys that stores are asked for
 
     @property
@@ -73,7 +72,7 @@ class Promotions:
 
     def source(self, key: ChunkKey) -> str:
         """The tier that a chunk is being read from; empty if none."""
-        return self._reading[key].tier if key in self._reading else ""
+        return self._reading[key][0].name if key in self._reading else ""
 
     def request(self, path: Sequence[ChunkKey], at: int, terms: Terms) -> Requested:
         """Request the run of chunks from ``at`` on that one tier can deliver, or may be able to.
@@ -156,7 +155,7 @@ class Promotions:
         self._hot.reserve(fitting, salts)
         views = [(key, self._hot.view(key)) for key in fitting]
         begun = set(tier.read(views, lambda good, bad: self._read(tier, good, bad), salts))
-        self._reading.update((key, attrs.evolve(requests[key], tier=tier.name)) for key in begun)
+        self._reading.update((key, (tier, requests[key])) for key in begun)
         self._hot.abort([key for key in fitting if key not in begun])
         self.rejected.update(list(requests)[len(fitting) :])
         self.stalled |= len(fitting) < len(requests)
@@ -208,7 +207,7 @@ class Promotions:
         self.probes.difference_update(good, bad)
         for key in bad:
             del self._reading[key]
-        read = {key: self._reading.pop(key) for key in good}
+        read = {key: self._reading.pop(key)[1] for key in good}
         if kept := self._hot.commit(good, [request.parent for request in read.values()], exact=tier.lossless):
             self._arrived(tier, kept, {key: read[key].terms.salt for key in kept if read[key].terms.salt})
 
