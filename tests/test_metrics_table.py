@@ -14,7 +14,7 @@ from kvtier_core.config.open import open_observers
 from kvtier_core.config.registry import Registry
 from kvtier_core.telemetry.metrics import METRICS, MetricType
 from kvtier_core.telemetry.readings import DECLINED, NOT_ASKED, Readings
-from kvtier_core.types import Event, EventKind, Usage
+from kvtier_core.types import Event, EventKind, Usage, WriteUse
 from kvtier_serve.operators.metrics import OF_A_SERVER
 from kvtier_testing.samples import make_context
 
@@ -71,7 +71,7 @@ def test_names_and_units_are_as_prometheus_has_them():
 
 def test_every_event_is_read_as_rows_of_the_table():
     """And each row of the table is read from some event."""
-    usage = Usage("disk", chunks=1, nbytes=2, capacity=3)
+    usage = Usage("disk", chunks=1, nbytes=2, capacity=3, writes=WriteUse(4, 5, 6, 7, 8))
     events = [
         Event(kind, "disk", (), 5, "for room", 0.5, 7, usage if kind is EventKind.USAGE else None) for kind in EventKind
     ]
@@ -172,5 +172,6 @@ def test_everything_in_the_table_is_on_the_dashboard_or_can_be_had_from_it():
         for name in re.findall(r"\bkvtier_[a-z_]+\b", target["expr"])
     }
     of_tokens = {f"kvtier_{outcome}_tokens" for outcome in ("handed_over", "not_kept", "withheld")}
-    not_shown = {"kvtier_avoided_seconds", "kvtier_held_chunks", *of_tokens}
+    of_few_tiers = {"kvtier_writable_bytes"}
+    not_shown = {"kvtier_avoided_seconds", "kvtier_held_chunks", *of_tokens, *of_few_tiers}
     assert OF_A_NAME.keys() - asked == not_shown

@@ -98,11 +98,11 @@ def test_a_room_keeps_its_budget(name):
 
 
 def test_the_core_is_minimal():
-    assert weight(CORE) <= 20520
+    assert weight(CORE) <= 20555
 
 
 def test_the_data_plane_is_read_in_an_afternoon():
-    assert weight(*DATA_PLANE) <= 7943  # aim: 6600
+    assert weight(*DATA_PLANE) <= 7970  # aim: 6600
 
 
 def test_no_file_is_long():

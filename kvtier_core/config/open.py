@@ -44,6 +44,7 @@ from kvtier_core.relays.shown_store import ShownStore
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.stack.index.parted_index import PartedIndex
+from kvtier_core.stack.index.write_budget import WriteBudget
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Namespace, Nbytes
@@ -281,8 +282,22 @@ class _Opening:
                 store = ShownStore(store, codec)
                 self.closing.callback(only_here(store.close))
         capacity = Nbytes(_REMEMBERED_FRAMES * codec.max_frame_nbytes) if self._shared else ctx.capacity
-        index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(policy, tier.store_after)
+        index = (PartedIndex if len(ctx.layout.parts) > 1 else CacheIndex)(
+            policy, tier.store_after, self._budget(codec.max_frame_nbytes, ctx.replicas)
+        )
         return OpenedTier(tier, store, index, codec, capacity, self)
+
+    def _budget(self, frame_nbytes: int, replicas: int) -> WriteBudget | None:
+        """The tier's budget of writes, if it has one. Raises ConfigError."""
+        if isinstance(self.tier, ArenaTierConfig) or (writes := self.tier.writes) is None:
+            return None
+        per_day = writes.per_day // replicas
+        burst = per_day // 24 if writes.burst is None else writes.burst // replicas
+        if burst < 2 * frame_nbytes:
+            why = f"its burst, {Nbytes(burst)}, is smaller than two chunks of {frame_nbytes} bytes"
+            hint = "raise 'burst'; by default it is a 24th of 'per_day'"
+            raise ConfigError([self.config.problem(f"{self.config.path_of(self.number)}.writes", why, hint)])
+        return WriteBudget(per_day, burst, writes.endurance, self.runtime.clock)
 
     @property
     def _shared(self) -> bool:

@@ -185,6 +185,8 @@ def readings_of(usage: Usage) -> Iterator[Reading]:
         "kvtier_inflight_bytes": usage.inflight,
         "kvtier_pinned_slots": usage.pins,
     }
+    if usage.writes is not None:
+        values["kvtier_writable_bytes"] = usage.writes.left
     for name, value in values.items():
         yield Reading(name, (usage.tier,), value)
     for operation, works in (("read", usage.can_read), ("write", usage.can_write)):

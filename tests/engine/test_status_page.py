@@ -18,6 +18,7 @@ import termios
 import threading
 import tracemalloc
 
+import attrs
 import pyte
 import pytest
 from fake_host import CHUNK, FRAME, Host
@@ -32,7 +33,7 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import KVIdentity
 from kvtier_core.telemetry.readings import Readings
 from kvtier_core.telemetry.status_page import StatusPage, Tenants
-from kvtier_core.types import Event, EventKind, Usage
+from kvtier_core.types import Event, EventKind, Usage, WriteUse
 from kvtier_doctor import top
 
 ABOUT = {"engine": "e", "model": "tiny", "replica": 0, "identity": "ab" * 32, "cold": ""}
@@ -104,6 +105,25 @@ def test_the_status_is_what_the_tiers_hold(host, path, capsys):
     tokens = [{"queried": 70, "hit": 32, "missed": 38}, {"queried": 38, "missed": 38}]
     assert [tier["tokens"] for tier in told["tiers"]] == tokens
     assert heap["events"]["loaded"]["chunks"] == 4
+
+
+def test_the_status_says_how_long_a_drive_lasts(path, capsys):
+    """A hundred bytes a day, for two days, of a drive for 73 000."""
+    writes = WriteUse(left=40, per_day=150, endurance=73000, written=200, seconds=2 * 86400)
+    usages = [Usage("heap", 4, 512, 1024), Usage("disk", 4, 512, 1024, writes=writes)]
+    page = StatusPage(Readings(), lambda: usages, lambda tokens: {"tokens": len(tokens)})
+    page.open(str(path), ABOUT, log_warning)
+    try:
+        assert main(["status", "--socket", str(path)]) == 0
+        (said,) = [line for line in capsys.readouterr().out.splitlines() if "written" in line]
+        assert said == "disk: 200B written in 2.0 days, 40B may be written now; at this rate 71.3KiB last 2.0 years"
+        usages[1] = attrs.evolve(usages[1], writes=attrs.evolve(writes, left=-5, endurance=None))
+        page.close()
+        page.open(str(path), ABOUT, log_warning)
+        assert main(["status", "--socket", str(path)]) == 0
+        assert "disk: 200B written in 2.0 days, 0B may be written now\n" in capsys.readouterr().out
+    finally:
+        page.close()
 
 
 def test_a_page_needs_no_scheduler_side(path, capsys):

@@ -21,6 +21,8 @@ TROUBLE = "plugins/kvtier_vllm/tests/test_trouble.py::"
 SEARCH = "kvtier_core/stack/lookup/boundaries.py"
 PARTED = "kvtier_core/stack/index/parted_index.py"
 GROUPS = "tests/engine/test_groups.py::"
+BUDGET = "kvtier_core/stack/index/write_budget.py"
+BUDGETS = "tests/stack/test_write_budget.py::"
 
 MUTANTS = (
     Mutant(
@@ -631,5 +633,33 @@ MUTANTS = (
         "last = parent if parent is not None and parent in self.resident and may_leave(parent) else None",
         "last = None",
         "tests/stack/test_parted_index.py::test_a_boundary_leaves_with_its_parts_and_the_chunks_that_only_it_needed",
+    ),
+    Mutant(
+        "a-start-may-write-a-burst",
+        BUDGET,
+        "self._left = 0.0",
+        "self._left = float(burst)",
+        BUDGETS + "test_no_sequence_of_starts_writes_more_than_the_rate",
+    ),
+    Mutant(
+        "chunks-named-once-use-the-whole-budget",
+        BUDGET,
+        "if left < math.ldexp(most, -max(requests, 1)):",
+        "if left < 0:",
+        BUDGETS + "test_chunks_that_two_requests_have_named_come_first",
+    ),
+    Mutant(
+        "writes-do-not-count",
+        f"{STORE_TIER}/writes.py",
+        "self._index.budget.spend(nbytes)",
+        "pass",
+        BUDGETS + "test_no_sequence_of_starts_writes_more_than_the_rate",
+    ),
+    Mutant(
+        "planned-writes-exceed-the-budget",
+        f"{STORE_TIER}/tier.py",
+        "affordable = fitting if self._budget is None else",
+        "affordable = fitting if True else",
+        BUDGETS + "test_frames_that_the_budget_no_longer_allows_are_refused_before_they_are_written",
     ),
 )

@@ -11,6 +11,7 @@ from kvtier_core.frames.format import seal
 from kvtier_core.policies.lru import Lru, LruConfig
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.stack.index.write_budget import WriteBudget
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.store_tier.tier import FrameWrite, StoreTier
 from kvtier_core.types import FRAME_ALIGNMENT
@@ -30,8 +31,13 @@ def sealed(key):
 class TierBench:
     """A tier, a pool that waits for the test, and the keys of frames that came back, good or bad."""
 
-    def __init__(self, *, frames=4, inflight=100, shelf=None, policy=None, pool=None, codec=None, layout=LAYOUT):
+    def __init__(
+        self, *, frames=4, inflight=100, shelf=None, policy=None, pool=None, codec=None, layout=LAYOUT, burst=0
+    ):
+        """With ``burst``, a number of frames, one frame a second may be written."""
         self.now = 0.0
+        per_day, burst = 86400 * layout.frame_nbytes, burst * layout.frame_nbytes
+        self.budget = WriteBudget(per_day, burst, None, lambda: self.now) if burst else None
         self.layout = layout
         self.pool = pool or ManualPool()
         self.shelf = shelf or Shelf()
@@ -40,7 +46,7 @@ class TierBench:
             "disk",
             self.shelf,
             pool=self.pool,
-            index=CacheIndex(policy or LruConfig().open()),
+            index=CacheIndex(policy or LruConfig().open(), budget=self.budget),
             codec=codec or FrameCodec(NAMESPACE, layout),
             capacity=frames * layout.frame_nbytes,
             inflight=inflight * layout.frame_nbytes,

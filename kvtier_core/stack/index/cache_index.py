@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from kvtier_core.interfaces import EvictionPolicy, SupportsSparing
 from kvtier_core.stack.batches import leading_run
 from kvtier_core.stack.index.prefix_tree import PrefixTree
+from kvtier_core.stack.index.write_budget import WriteBudget
 from kvtier_core.types import ChunkKey
 
 #: Keys whose requests are counted: at least this many, at most twice as many.
@@ -25,14 +26,15 @@ class CacheIndex:
     resident child in the prefix tree: without its parent a child could not be reached.
     """
 
-    def __init__(self, policy: EvictionPolicy, store_after: int = 1):
-        """A chunk is admitted once ``store_after`` requests have named it."""
+    def __init__(self, policy: EvictionPolicy, store_after: int = 1, budget: WriteBudget | None = None):
+        """A chunk is admitted once ``store_after`` requests have named it, if ``budget`` allows."""
         self.resident = PrefixTree()  #: the keys with their sizes, places and parents; changed by `admit` and `remove`
         self.salts: dict[ChunkKey, bytes] = {}  #: of the resident chunks whose requests are known to have one
         self.policy = policy
         self._spares = policy if isinstance(policy, SupportsSparing) else None
+        self.budget = budget  #: of the tier's writes; None: no limit
         self._store_after = store_after
-        self._frequency = FrequencyFilter() if store_after > 1 else None
+        self._frequency = FrequencyFilter() if store_after > 1 or budget else None
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self.resident
@@ -69,9 +71,15 @@ class CacheIndex:
     def meets_frequency(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
         """The leading chunks of a path that enough requests have named."""
         frequency = self._frequency
-        if frequency is None:
+        if frequency is None or self._store_after == 1:
             return path
         return leading_run(path, lambda key: frequency.of(key) >= self._store_after)
+
+    def affordable(self, path: Sequence[ChunkKey], nbytes: int) -> Sequence[ChunkKey]:
+        """The leading chunks of a path, of ``nbytes`` each, that the budget allows to write now."""
+        if self.budget is None or self._frequency is None:
+            return path
+        return path[: self.budget.affords(map(self._frequency.of, path), nbytes)]
 
     def admit(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from kvtier_core.interfaces import EvictionPolicy
 from kvtier_core.layouts import chunk_key, number_of_part
 from kvtier_core.stack.index.cache_index import Admitted, CacheIndex
+from kvtier_core.stack.index.write_budget import WriteBudget
 from kvtier_core.types import ChunkKey
 
 
@@ -18,8 +19,8 @@ class PartedIndex(CacheIndex):
     only the second one: they leave with it unless another chunk follows them.
     """
 
-    def __init__(self, policy: EvictionPolicy, store_after: int = 1):
-        super().__init__(policy, store_after)
+    def __init__(self, policy: EvictionPolicy, store_after: int = 1, budget: WriteBudget | None = None):
+        super().__init__(policy, store_after, budget)
         self._others: dict[ChunkKey, dict[ChunkKey, None]] = {}  # all parts but the first, by chunk
         self._orphaned: dict[ChunkKey, None] = {}  # chunks whose first part is not resident
 

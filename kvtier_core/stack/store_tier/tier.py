@@ -61,6 +61,7 @@ class StoreTier:
         self.backend = backend
         self.pool = pool
         self.index = index
+        self._budget = index.budget
         self.capacity = self._wanted = capacity
         self._of_all = of_all
         self.lossless = codec.identity.lossless
@@ -135,6 +136,7 @@ class StoreTier:
             inflight=self._inflight,
             can_read=not self._health.blocks(self._health.reads),
             can_write=not self._health.blocks(self._health.writes),
+            writes=self._budget.use() if self._budget else None,
         )
 
     # -- what is here ------------------------------------------------------------------------------
@@ -212,13 +214,16 @@ class StoreTier:
 
     def _preferred(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
         """The chunks of a writable path that enough requests have named and that are preferred to their victims."""
+        nbytes = self._codec.max_frame_nbytes
         frequent = self.index.meets_frequency(path)
+        affordable = self.index.affordable(frequent, nbytes)
+        if dear := frequent[len(affordable) :]:
+            self._report_spent(dear)
         if self.backend.shared:
-            return frequent
+            return affordable
         room = self._table.room + self._table.evictable(path)
         spared = self._table.in_use, set(path)
-        nbytes = self._codec.max_frame_nbytes
-        admitted, _ = self.index.plan_admission(frequent, nbytes, room, self.index.resident.nbytes, spared)
+        admitted, _ = self.index.plan_admission(affordable, nbytes, room, self.index.resident.nbytes, spared)
         return admitted
 
     def write(self, frames: Sequence[FrameWrite], release: Release) -> None:
@@ -232,12 +237,19 @@ class StoreTier:
         self._writes.shed(self._inflight + sum(len(frame.view) for frame in fresh) - self._inflight_limit)
         fitting = leading(fresh, self._inflight_limit - self._inflight, lambda frame: len(frame.view))
         parents = {frame.parent for frame in fitting}
-        accepted, victims = self._make_room(fitting, parents)
+        affordable = fitting if self._budget is None else fitting[: max(0, self._budget.left) // self.longest]
+        accepted, victims = self._make_room(affordable, parents)
         self._reject([frame for frame in frames if frame.key not in writable], self._not_writable_reason, release)
         self._reject(fresh[len(fitting) :], lambda key: "too many bytes are in flight", release)
-        self._reject(fitting[len(accepted) :], lambda key: "no room, and nothing can be evicted", release)
+        if dear := [frame.key for frame in fitting[len(affordable) :]]:
+            self._report_spent(dear)
+            release(dear)
+        self._reject(affordable[len(accepted) :], lambda key: "no room, and nothing can be evicted", release)
         if accepted:
             self._writes.add(accepted, victims, self._codec, release)
+
+    def _report_spent(self, keys: Sequence[ChunkKey]) -> None:
+        self._health.report(EventKind.REJECTED, keys, why="its budget of writes is spent")
 
     def _make_room(
         self, frames: Sequence[FrameWrite], parents: set[ChunkKey | None]

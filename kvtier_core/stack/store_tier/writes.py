@@ -84,6 +84,7 @@ class Writes:
             self._waiting.append(waiting)
             self.waiting_nbytes += waiting.view_nbytes
             self._table.waiting_nbytes += waiting.stored_nbytes
+            self._spend(waiting.stored_nbytes)
         self._deletes.evict(victims, "for room")
         self._deletes.make_room()
         self.start()
@@ -107,6 +108,7 @@ class Writes:
         while nbytes > 0 and self._waiting:
             group = self._next()
             nbytes -= group.view_nbytes
+            self._spend(-group.stored_nbytes)
             self._index.remove(group.keys)
             self._calls.give_up(group.keys, self._health.writes)
             self._release(group)
@@ -144,6 +146,7 @@ class Writes:
         if written := [key for key in group.keys if key in self._index]:
             nbytes = self._table.nbytes(written)
             self._health.report(EventKind.WRITTEN, written, nbytes=nbytes, seconds=call.seconds)
+            self._spend(nbytes - len(written) * group.codec.max_frame_nbytes)
             self._table.limit.took(rounds)
         self._release(group)
         if isinstance(call.error, StoreFull):
@@ -151,9 +154,15 @@ class Writes:
 
     def _refuse(self, group: _Group, error: BackendError) -> None:
         """A write cannot begin for lack of space."""
+        self._spend(-group.stored_nbytes)
         self._index.remove(group.keys)
         self._calls.fail(group.keys, self._health.writes, error)
         self._release(group)
+
+    def _spend(self, nbytes: int) -> None:
+        """What is written counts from when it waits; what fails counts as written."""
+        if self._index.budget:
+            self._index.budget.spend(nbytes)
 
     def _release(self, group: _Group) -> None:
         self._deletes.delete_invalidated(group.keys)

@@ -71,6 +71,18 @@ def of_tiers(
     for number, line in enumerate(_narrowed(columns)):
         rests = number and state(tiers[number - 1]) != "works"
         yield output.paint(line, "bad") if rests else line
+    yield from (_of_writes(tier["tier"], tier["writes"]) for tier in tiers if tier["writes"])
+
+
+def _of_writes(tier: str, use: Mapping[str, Any]) -> str:
+    """What was written to a tier with a budget, what may be, and how long its drive lasts."""
+    days = max(use["seconds"], 1) / 86400
+    since = f"{days:.1f} days" if days >= 2 else f"{24 * days:.1f} hours"
+    line = f"{tier}: {size(use['written'])} written in {since}, {size(max(use['left'], 0))} may be written now"
+    if use["endurance"] and use["written"]:
+        years = use["endurance"] * days / use["written"] / 365
+        line += f"; at this rate {size(use['endurance'])} last {years:.1f} years"
+    return line
 
 
 def fitting(line: str) -> str:

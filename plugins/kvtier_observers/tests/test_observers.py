@@ -262,7 +262,8 @@ def test_a_line_says_what_is_known(tmp_path):
     assert abs(read.pop("time") - time.time()) < 3600
     assert read == {"event": "read", "tier": "disk", "chunks": 2, "bytes": 4096, "seconds": 0.25}
     assert used["usage"] == {
-        "chunks": 2, "nbytes": 3, "capacity": 4, "pins": 0, "inflight": 0, "can_read": True, "can_write": True
+        "chunks": 2, "nbytes": 3, "capacity": 4, "pins": 0, "inflight": 0, "can_read": True, "can_write": True,
+        "writes": None
     }  # fmt: skip
     with_keys = JsonLinesConfig(tmp_path / "keys", keys=True).open(make_context())
     with_keys.observe([Event(EventKind.READ, "disk", keys)])

@@ -10,6 +10,7 @@ import attrs
 
 from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.registry import Registry
+from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.policies.gittins import GittinsConfig
 from kvtier_core.types import Nbytes, size
 from kvtier_simulate import stacks, studies
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """All that was tried, the best first, and what to write. Raises ConfigError."""
     registry = Registry.discover()
     study = studies.read(options)
+    if len(study.writes) > 1:
+        raise ConfigError([Problem("--writes", options.writes, "several limits", "give one to plan with")])
     given = [("--ram", options.ram), ("--ssd", options.ssd)]
     budget = [_size(study, text, option) for option, text in given if text is not None]
     everything = stacks.stack_of(budget, stacks.read_policies("lru", len(budget), registry), study.trace.chunk_tokens)
@@ -121,7 +124,8 @@ class Search:
             self.bar.label = f"{'+'.join(policies)} at {_sizes(capacities)}"
             chosen = stacks.read_policies("+".join(policies), len(capacities), self.registry)
             tokens, packing = self.study.trace.chunk_tokens, self.study.packing
-            config = stacks.stack_of(capacities, chosen, tokens, packing=packing)
+            per_day = self.study.writes[0] if self.study.writes else None
+            config = stacks.stack_of(capacities, chosen, tokens, packing=packing, per_day=per_day)
             self.found[candidate] = self.study.run(config, self.bar.tick)
 
 
@@ -181,8 +185,11 @@ def _advice(search: Search) -> Iterator[str]:
     yield ""
     yield "    tiers:"
     for written, capacity, policy in zip(_WRITTEN, best.capacities, best.policies, strict=False):
-        packing = ", packing: auto" if written is _WRITTEN[0] and search.study.packing == "auto" else ""
-        yield f"      - {{{written}, capacity: {capacity}, eviction: {policy}{packing}}}"
+        arena = written is _WRITTEN[0]
+        more = ", packing: auto" if arena and search.study.packing == "auto" else ""
+        if not arena and search.study.writes:
+            more = f", writes: {{per_day: {search.study.writes[0]}}}"
+        yield f"      - {{{written}, capacity: {capacity}, eviction: {policy}{more}}}"
     chosen = len(best.policies)
     ties = {"+".join(each.policies): None for each in search.as_good if each.policies[:chosen] != best.policies}
     if ties:

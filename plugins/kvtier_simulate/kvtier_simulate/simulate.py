@@ -11,10 +11,10 @@ import attrs
 
 from kvtier_core.cli.output import FINE, Output, table
 from kvtier_core.config.load import load_config
-from kvtier_core.config.model import StackConfig
+from kvtier_core.config.model import StackConfig, StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError, Problem
-from kvtier_core.types import size
+from kvtier_core.types import Nbytes, size
 from kvtier_simulate import stacks, studies
 from kvtier_simulate.bar import Bar
 from kvtier_simulate.plot import Curve, Picture, check_name
@@ -62,6 +62,12 @@ class Row:
     tally: Tally
     bound: Tally
 
+    @property
+    def per_day(self) -> Nbytes | None:
+        """Bytes a day that may be written to its last tier; None: no limit."""
+        last = self.config.tiers[-1]
+        return last.writes.per_day if isinstance(last, StoreTierConfig) and last.writes else None
+
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """A line for each stack. Raises ConfigError if the options or the trace cannot be used."""
@@ -72,9 +78,9 @@ def run(options: argparse.Namespace, output: Output) -> int:
     study = studies.read(options, config.chunk_tokens if config and config.chunk_tokens != "auto" else 1)
     plans = list(_of_file(options, config, registry) if config else _of_capacities(options, study, registry))
     studies.check_speeds(study, [config for _, _, config in plans])
-    if options.plot and len({_nbytes(config) for _, _, config in plans}) < 2:
-        why = "one capacity does not make a curve"
-        raise ConfigError([Problem("--plot", str(options.plot), why, "give several: --capacity 1%,5%,10%")])
+    _check_writes(options, study, [config for _, _, config in plans])
+    if options.plot:
+        _check_curve(options, study, len({_nbytes(config) for _, _, config in plans}))
     stack_of = {capacity: config for capacity, _, config in plans}
     bounds = {capacity: study.bound(config) for capacity, config in stack_of.items()}
     with Bar(len(study.trace.prompts) * sum(policy != _BOUND for _, policy, _ in plans)) as bar:
@@ -84,6 +90,25 @@ def run(options: argparse.Namespace, output: Output) -> int:
     output.say(*studies.describe(study), *_notes(options, study, rows), "", *_table(rows))
     output.value = list(map(_value, rows))
     return FINE
+
+
+def _check_writes(options: argparse.Namespace, study: Study, configs: Sequence[StackConfig]) -> None:
+    """Raise ConfigError if a limit of writes was given that has no effect."""
+    if study.writes and options.config:
+        raise ConfigError([Problem("--writes", options.writes, "the file states its own", "write it there")])
+    if study.writes and not all(config.stores for config in configs):
+        raise ConfigError([Problem("--writes", options.writes, "memory has no limit", "give two tiers: 1%+10%")])
+
+
+def _check_curve(options: argparse.Namespace, study: Study, capacities: int) -> None:
+    """Raise ConfigError unless either capacities or limits of writes are several."""
+    why = hint = ""
+    if len(study.writes) > 1 and capacities > 1:
+        why, hint = "several capacities and several limits of writes", "give one of either"
+    elif len(study.writes) < 2 and capacities < 2:
+        why, hint = "one capacity does not make a curve", "give several: --capacity 1%,5%,10%"
+    if why:
+        raise ConfigError([Problem("--plot", str(options.plot), why, hint)])
 
 
 def _config(file: str, registry: Registry) -> StackConfig:
@@ -120,12 +145,14 @@ def _of_file(
 def _of_capacities(
     options: argparse.Namespace, study: Study, registry: Registry
 ) -> Iterator[tuple[str, str, StackConfig]]:
-    """Capacity and policy in words, and the stack."""
+    """Capacity and policy in words, and the stack: one for each limit of writes; the optimum has none."""
     for text in options.capacity.split(","):
         capacities = stacks.read_capacities(text, study.trace, study.layout)
         for name in _names(options, registry):
             policies = stacks.read_policies("lru" if name == _BOUND else name, len(capacities), registry)
-            yield text, name, stacks.stack_of(capacities, policies, study.trace.chunk_tokens, packing=study.packing)
+            for per_day in (None,) if name == _BOUND else study.writes or (None,):
+                tokens, packing = study.trace.chunk_tokens, study.packing
+                yield text, name, stacks.stack_of(capacities, policies, tokens, packing=packing, per_day=per_day)
 
 
 def _notes(options: argparse.Namespace, study: Study, rows: Sequence[Row]) -> Iterator[str]:
@@ -149,11 +176,14 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     """The lines of the table. The optimum writes nothing: it knows beforehand what to keep."""
     tiers = list(dict.fromkeys(tier.name for row in rows for tier in row.config.tiers))
     several = tiers if len(tiers) > 1 else []
-    header = ["capacity", "policy", "hits", "of min", *several, "mean", "p95", *(f"into {tier}" for tier in tiers)]
+    limited = ["writes a day"] if any(row.per_day for row in rows) else []
+    header = ["capacity", "policy", *limited, "hits", "of min", *several, "mean", "p95"]
+    header += [f"into {tier}" for tier in tiers]
     lines = [
         [
             row.capacity,
             row.policy,
+            *(size(row.per_day) if row.per_day else "any" for _ in limited),
             f"{row.tally.hit_rate:.2%}",
             f"{row.tally.hit_rate / (row.bound.hit_rate or 1):.1%}",
             *(f"{row.tally.hits[tier] / row.tally.tokens:.2%}" for tier in several),
@@ -171,6 +201,7 @@ def _value(row: Row) -> dict[str, Any]:
     return {
         "capacity": row.capacity,
         "policy": row.policy,
+        "writes_per_day": row.per_day,
         "hit_rate": row.tally.hit_rate,
         "optimum": row.bound.hit_rate,
         "hits": dict(row.tally.hits),
@@ -181,23 +212,32 @@ def _value(row: Row) -> dict[str, Any]:
 
 
 def _picture(study: Study, rows: Sequence[Row]) -> Picture:
-    sizes = {row.capacity: _nbytes(row.config) for row in rows}
-    bounds = {row.capacity: row.bound.hit_rate for row in rows}
-    rates = {(row.policy, row.capacity): row.tally.hit_rate for row in rows}
-    order = sorted(sizes, key=sizes.__getitem__)
+    """Curves over the limits of writes if they are several, else over the capacities."""
     policies = dict.fromkeys(row.policy for row in rows if row.policy != _BOUND)
     whole = study.trace.distinct * study.layout.frame_nbytes
+    if len(study.writes) > 1:
+        title = "Prefix hit rate over writes"
+        axis = "bytes that may be written to each store tier, on a logarithmic scale"
+        sizes: dict[str, int] = {size(each): each for each in study.writes}
+        below = dict.fromkeys(sizes, "a day")
+        bounds = dict.fromkeys(sizes, rows[0].bound.hit_rate)
+        rates = {(row.policy, size(row.per_day)): row.tally.hit_rate for row in rows if row.per_day}
+    else:
+        title = "Prefix hit rate over capacity"
+        axis = "capacity, on a logarithmic scale: bytes, and the share of all distinct chunks that fit"
+        sizes = {row.capacity: _nbytes(row.config) for row in rows}
+        below = {text: size(nbytes) if "%" in text else f"{nbytes / whole:.2%}" for text, nbytes in sizes.items()}
+        bounds = {row.capacity: row.bound.hit_rate for row in rows}
+        rates = {(row.policy, row.capacity): row.tally.hit_rate for row in rows}
+    order = sorted(sizes, key=sizes.__getitem__)
     return Picture(
-        "Prefix hit rate over capacity",
+        title,
         f"{study.trace.name}: {len(study.trace.prompts):,} prompts, {study.trace.tokens / 1e6:,.0f} million tokens",
-        "capacity, on a logarithmic scale: bytes, and the share of all distinct chunks that fit",
-        tuple(sizes[capacity] for capacity in order),
-        tuple(
-            (capacity, size(sizes[capacity]) if "%" in capacity else f"{sizes[capacity] / whole:.2%}")
-            for capacity in order
-        ),
-        tuple(Curve(policy, tuple(rates[policy, capacity] for capacity in order)) for policy in policies),
-        Curve("optimum", tuple(bounds[capacity] for capacity in order)),
+        axis,
+        tuple(sizes[text] for text in order),
+        tuple((text, below[text]) for text in order),
+        tuple(Curve(policy, tuple(rates[policy, text] for text in order)) for policy in policies),
+        Curve("optimum", tuple(bounds[text] for text in order)),
     )
 
 

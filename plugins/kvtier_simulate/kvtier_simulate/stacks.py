@@ -8,7 +8,7 @@ from typing import Literal
 
 import attrs
 
-from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
+from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig, WritesConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.scalars import Unavailable
 from kvtier_core.errors import ConfigError, Problem
@@ -80,12 +80,23 @@ def _needs_nothing(config: type | Unavailable) -> bool:
 
 
 def stack_of(
-    capacities: Sequence[Nbytes], policies: Sequence[EvictionConfig], chunk_tokens: int, *, packing: Packing = "off"
+    capacities: Sequence[Nbytes],
+    policies: Sequence[EvictionConfig],
+    chunk_tokens: int,
+    *,
+    packing: Packing = "off",
+    per_day: Nbytes | None = None,
 ) -> StackConfig:
-    """An arena and store tiers below it, with these capacities and policies, for a dry run."""
+    """An arena and store tiers below it, with these capacities and policies, for a dry run.
+
+    ``per_day``: bytes that may be written to each store tier; None: no limit.
+    """
+    writes = None if per_day is None else WritesConfig(per_day)
     arena = ArenaTierConfig(_NAMES[0], NullArenaConfig(), capacities[0], policies[0], packing=packing)
     below = zip(_NAMES[1:], capacities[1:], policies[1:], strict=False)
-    tiers = [StoreTierConfig(name, NullBackendConfig(), capacity, policy) for name, capacity, policy in below]
+    tiers = [
+        StoreTierConfig(name, NullBackendConfig(), capacity, policy, writes=writes) for name, capacity, policy in below
+    ]
     return StackConfig((arena, *tiers), chunk_tokens)
 
 

@@ -31,6 +31,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="packing of the arena, for KV in bfloat16; a file states its own; default: off",
     )
     parser.add_argument(
+        "--writes", help="bytes a day that may be written to each store tier: 2TB; a file states its own; default: any"
+    )
+    parser.add_argument(
         "--prefill", type=float, default=8000.0, help="speed of prefill, in tokens a second; default: 8000"
     )
     parser.add_argument(
@@ -60,7 +63,18 @@ def read(options: argparse.Namespace, wanted: int = 1) -> Study:
     if not options.prefill > 0:
         raise _wrong("--prefill", f"{options.prefill:g}", "must be positive")
     speeds = dict(_read_speed(text) for text in options.speed)
-    return Study(trace, layout_of(trace.chunk_tokens, token), options.prefill, speeds, options.packing)
+    writes = tuple(_read_writes(text) for text in (options.writes or "").split(",") if options.writes is not None)
+    return Study(trace, layout_of(trace.chunk_tokens, token), options.prefill, speeds, options.packing, writes)
+
+
+def _read_writes(text: str) -> Nbytes:
+    try:
+        per_day = Nbytes.parse(text)
+    except ValueError as error:
+        raise _wrong("--writes", text, str(error)) from error
+    if not per_day:
+        raise _wrong("--writes", text, "must be positive")
+    return per_day
 
 
 def _read_speed(text: str) -> tuple[str, Speed]:

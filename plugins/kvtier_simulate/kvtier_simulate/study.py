@@ -9,6 +9,7 @@ import attrs
 
 from kvtier_core.config.model import ArenaTierConfig, StackConfig
 from kvtier_core.layouts import ChunkLayout, KVGroup, KVKind, KVStructure
+from kvtier_core.types import Nbytes
 from kvtier_simulate.costs import Costs, Speed
 from kvtier_simulate.dry_run import frame_nbytes_in
 from kvtier_simulate.optimum import Optimum
@@ -36,6 +37,7 @@ class Study:
     prefill: float = 8000.0  #: tokens per second
     speeds: Mapping[str, Speed] = attrs.field(factory=dict)  #: of tiers, by name, that differ from the defaults
     packing: Packing = "off"  #: of arenas that no file describes
+    writes: tuple[Nbytes, ...] = ()  #: bytes a day that may be written to each store tier that no file describes
 
     def run(self, config: StackConfig, tick: Callable[[], object] = lambda: None) -> Tally:
         """The result of the simulated stack; ``tick`` is called after each prompt. Raises ConfigError."""

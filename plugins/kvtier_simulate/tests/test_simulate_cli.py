@@ -187,6 +187,35 @@ def test_a_picture_has_each_curve(folder, capsys):
     assert [text for text in texts if text in ("5%", "20%")][-2:] == ["5%", "20%"], "capacities rise"
 
 
+def test_a_tier_writes_no_more_than_its_limit(folder, capsys):
+    """The trace lasts half a minute."""
+    command = ["simulate", "trace.jsonl", "--capacity", "3%+20%", "--policy", "lru,min"]
+    assert main([*command, "--json"]) == 0
+    without = {row["policy"]: row for row in json.loads(capsys.readouterr().out)}
+    assert without["lru"]["writes_per_day"] is None
+    limits = [int(without["lru"]["written"]["disk"] * 2880 * part) for part in (0.2, 0.5)]
+    command += ["--writes", ",".join(f"{limit}B" for limit in limits)]
+    assert main([*command, "--json"]) == 0
+    rows = {row["writes_per_day"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() == {None, *limits}
+    assert rows[None] == without["min"], "the optimum knows no limit"
+    for limit in limits:
+        assert limit / 2880 / 2 < rows[limit]["written"]["disk"] <= limit / 2880
+        assert rows[limit]["hit_rate"] < without["lru"]["hit_rate"]
+    assert main(command) == 0
+    told = table(capsys.readouterr().out)
+    assert {row["writes a day"] for row in told} == {"any", *map(size, limits)}
+
+
+def test_curves_over_limits_of_writes(folder):
+    limits = ["--writes", "900GiB,100GiB", "--plot", "plot.svg"]
+    assert main(["simulate", "trace.jsonl", "--capacity", "3%+20%", "--policy", "lru,fifo,min", *limits]) == 0
+    texts = [each.text for each in ElementTree.parse("plot.svg").iter(f"{SVG}text")]
+    assert [text for text in texts if text in ("100GiB", "900GiB")] == ["100GiB", "900GiB"]
+    assert "bytes that may be written to each store tier, on a logarithmic scale" in texts
+    assert all(any(text.startswith(f"{name}  ") for text in texts) for name in ("lru", "fifo", "optimum"))
+
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -287,6 +316,10 @@ def test_a_png_needs_a_converter(folder, capsys, monkeypatch):
         (["trace.jsonl", "--speed", "cpu=0"], "--speed: cpu=0: it needs a tier and a speed"),
         (["trace.jsonl", "--chunk-tokens", "64"], "trace.jsonl:1: $.hash_ids: "),
         (["trace.jsonl", "--config", "absent.yaml"], "absent.yaml: $: cannot be read"),
+        (["trace.jsonl", "--writes", "9"], "--writes: 9: '9' is not a size"),
+        (["trace.jsonl", "--writes", "0B"], "--writes: 0B: must be positive"),
+        (["trace.jsonl", "--writes", "1TiB"], "--writes: 1TiB: memory has no limit; give two tiers: 1%+10%"),
+        (["trace.jsonl", "--capacity", "1%+5%,1%+9%", "--writes", "1TiB,2TiB", "--plot", "p.svg"], "--plot: p.svg: "),
         (["trace.jsonl", "--plot", "plot.gif"], "--plot: plot.gif: a picture must be .svg or .png"),
         (["trace.jsonl", "--capacity", "5%", "--plot", "plot.svg"], "--plot: plot.svg: one capacity does not make a "),
         (["trace.jsonl", "--capacity", "1GiB,1024MiB", "--plot", "p.svg"], "--plot: p.svg: one capacity does not "),
@@ -297,6 +330,29 @@ def test_stacks_that_cannot_be_simulated_are_refused_with_a_reason(folder, capsy
     assert main(["simulate", *options]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err[: len(told)]) == ("", told)
+
+
+def test_a_file_states_its_own_limit_of_writes(folder, capsys):
+    disk = "{type: disk, path: kv, capacity: 8GiB, writes: {per_day: 1TiB}}"
+    (folder / "kvtier.yaml").write_text(f"version: 1\ntiers:\n  - {{type: cpu, capacity: 1GiB}}\n  - {disk}")
+    command = ["simulate", "trace.jsonl", "--config", "kvtier.yaml"]
+    assert main([*command, "--writes", "1TiB"]) == 2
+    assert capsys.readouterr().err == "--writes: 1TiB: the file states its own; write it there\n"
+    assert main(command) == 0
+    assert "1TiB" in {row["writes a day"] for row in table(capsys.readouterr().out)}
+
+
+def test_a_plan_within_a_limit_of_writes(folder, capsys):
+    command = ["plan", "trace.jsonl", "--ram", "1GiB", "--ssd", "8GiB", "--policy", "lru", "--writes"]
+    assert main([*command, "1TiB,2TiB"]) == 2
+    assert capsys.readouterr().err == "--writes: 1TiB,2TiB: several limits; give one to plan with\n"
+    assert main([*command, "40TiB"]) == 0
+    told = capsys.readouterr().out
+    assert "path: /var/lib/kvtier, capacity: 8GiB, eviction: lru, writes: {per_day: 40TiB}}" in told
+    assert {row["into disk"] for row in table(told)} - {"0B"}
+    assert main([*command, "40TiB", "--json"]) == 0
+    for row in json.loads(capsys.readouterr().out):
+        assert row["written"].get("disk", 0) <= (40 << 40) / 2880
 
 
 def test_a_plan_is_the_least_of_what_was_tried_and_can_be_written_down(folder, capsys):
