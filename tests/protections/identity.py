@@ -21,6 +21,20 @@ CHANGED = "plugins/kvtier_vllm/tests/test_changed_weights.py::test_changed_weigh
 
 MUTANTS = (
     Mutant(
+        "the-longest-sequence-never-counts",
+        IDENTITY,
+        'return not all(text and "max_model_len" not in text for text in sources)',
+        "return False",
+        "plugins/kvtier_vllm/tests/test_models.py::test_a_rope_that_depends_on_the_longest_sequence_is_cold_with_another_one",
+    ),
+    Mutant(
+        "the-longest-sequence-of-drafts-does-not-count",
+        IDENTITY,
+        "if config.speculative_config is None and not _names_the_longest_sequence(models):",
+        "if not _names_the_longest_sequence(models):",
+        "plugins/kvtier_vllm/tests/test_identity.py::test_the_longest_sequence_counts_if_code_of_the_model_names_it",
+    ),
+    Mutant(
         "ranks-never-count",
         IDENTITY,
         "counted = facts if report.own_ranks else facts.keys()",

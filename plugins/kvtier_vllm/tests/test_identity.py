@@ -195,7 +195,6 @@ def test_possible_credentials_are_not_shown(model, monkeypatch):
     "options",
     [
         {"dtype": "bfloat16"},
-        {"max_model_len": 512},
         {"block_size": 64},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}},
@@ -210,6 +209,28 @@ def test_possible_credentials_are_not_shown(model, monkeypatch):
 )
 def test_an_option_that_changes_the_kv_changes_the_namespace(model, base, options):
     assert facts(engine_config(model, **options)).digest != facts(base).digest
+
+
+def test_the_longest_sequence_counts_if_code_of_the_model_names_it(model, monkeypatch):
+    """As that of some ropes does. With a draft it always counts."""
+    short, long = engine_config(model, max_model_len=512), engine_config(model, max_model_len=1024)
+
+    def of_engine(config, *models):
+        told = of_worker(config, models=models)
+        return facts(config, report=attrs.evolve(REPORT, facts=(*REPORT.facts, *told.items())))
+
+    class Rope(torch.nn.Module):
+        """In this file, which names max_model_len."""
+
+    for models in ((*OF_TORCH, Rope()), (torch.nn.Sequential(*OF_TORCH, Rope()),)):
+        assert of_engine(short, *models).differences(of_engine(long, *models)) == [("longest sequence", "512", "1024")]
+    assert of_engine(short, *OF_TORCH) == of_engine(long, *OF_TORCH)
+    without_source = type("Made", (torch.nn.Module,), {"__module__": "nowhere"})()
+    monkeypatch.setattr(namespace, "_packages", lambda models: "")
+    assert of_engine(short, without_source) != of_engine(long, without_source)
+    draft = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    drafting = [engine_config(model, max_model_len=each, speculative_config=draft) for each in (512, 1024)]
+    assert len({of_engine(config, *OF_TORCH) for config in drafting}) == 2
 
 
 @pytest.mark.parametrize("options", [{"lora_target_modules": ["o_proj"]}, {"lora_dtype": "bfloat16"}], ids=str)

@@ -7,6 +7,7 @@ import json
 import pytest
 from latent_kernels import needs_amx, reuse_anyway
 from real_engines import cpu, cpu_and_disk, hit, prompt
+from sizes import some
 from test_serving import forget
 
 
@@ -44,13 +45,55 @@ def test_a_hybrid_model_whose_layers_all_keep_every_token(engine, tmp_path):
 
 
 @pytest.mark.more
-def test_another_dtype_or_longest_sequence_is_another_namespace(engine, model, tmp_path):
+def test_another_dtype_or_block_size_is_another_namespace_and_trust_in_code_is_not(engine, model, tmp_path):
     asked = prompt(62, 530)
     cached = []
-    for options in ({}, {"dtype": "bfloat16"}, {"max_model_len": 1024}, {"block_size": 64}, {}):
+    for options in ({}, {"dtype": "bfloat16"}, {"block_size": 64}, {"trust_remote_code": True}):
         with engine(cpu_and_disk(tmp_path), **options) as served:
             cached.append(served.ask(asked)[0].cached)
-    assert cached == [0, 0, 0, 0, 512]
+    assert cached == [0, 0, 0, 512]
+
+
+ROPES = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 1024},
+}
+
+
+@pytest.mark.parametrize("kind", some(ROPES))
+def test_another_longest_sequence_has_the_same_kv(engine, tmp_path, kind):
+    """Each engine computes it by itself first; then those of 2048 and 640 tokens find what that of 1024 has stored."""
+    asked, rope = prompt(62, 530), {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
+    options = {"hf_overrides": {"rope_parameters": rope}, "enable_prefix_caching": True}
+    own = {}
+    for longest in (1024, 2048, 640):
+        with engine(cpu_and_disk(tmp_path / str(longest)), max_model_len=longest, **options) as alone:
+            assert alone.ask(asked)[0].cached == 0
+            (own[longest],) = alone.own_hits(asked)
+    assert own[2048].differs(own[1024]) == own[640].differs(own[1024]) == 0
+    for longest in (2048, 640):
+        with engine(cpu_and_disk(tmp_path / "1024"), max_model_len=longest, **options) as other:
+            answer = other.ask(asked)[0]
+            assert other.outcomes() == [hit(530, disk=512)]
+            assert answer.differs(own[1024]) == 0
+
+
+def test_a_rope_that_depends_on_the_longest_sequence_is_cold_with_another_one(engine, tmp_path):
+    asked, factors = prompt(63, 530), {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 1024, **factors}
+    cached = []
+    for longest in (1024, 2048, 1024):
+        with engine(cpu_and_disk(tmp_path), max_model_len=longest, hf_overrides={"rope_parameters": rope}) as served:
+            cached.append(served.ask(asked)[0].cached)
+    assert cached == [0, 0, 512]
 
 
 @pytest.mark.parametrize("kernel", ["CPU_ATTN", "CPU_MLA"])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 #: The fields of each part of `VllmConfig` that may differ, by the reason. "" is `VllmConfig` itself.
 _FIELDS: Mapping[str, Mapping[str, str]] = {
     "where things lie; what is read there is identified by its bytes, or counts under another name": {
-        "model_config": "model model_weights revision hf_config_path hf_token",
+        "model_config": "model model_weights revision hf_config_path hf_token trust_remote_code",
         "load_config": "download_dir",
         "compilation_config": "cache_dir local_cache_dir debug_dump_path",
         "speculative_config": "model revision",
@@ -21,8 +21,8 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
     "applied to or read from other fields, which count": {
         # hf_overrides are in hf_config; quant_config is made of quantization, quantization_config and files beside the
         # weights. disable_hybrid_kv_cache_manager shows in the specs of the layers' caches. The target_* fields are
-        # model_config and parallel_config themselves.
-        "model_config": "hf_overrides",
+        # model_config and parallel_config themselves. max_model_len counts as "longest sequence".
+        "model_config": "hf_overrides max_model_len",
         "": "quant_config",
         "scheduler_config": "disable_hybrid_kv_cache_manager",
         "speculative_config": "target_model_config target_parallel_config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 import sys
@@ -31,6 +32,7 @@ from kvtier_vllm.identity import harmless, model_weights, settings
 from kvtier_vllm.identity.model_weights import Unknown
 from kvtier_vllm.identity.settings import UnidentifiedError
 
+_LONGEST = "longest sequence"
 #: Packages whose code is identified by the versions of the engine and of what is stored.
 _OF_THE_ENGINE = ("vllm", "torch", "kvtier_core", "kvtier_vllm")
 
@@ -87,12 +89,19 @@ def facts_of_worker(config: VllmConfig, asked: IdentityConfig, models: Sequence[
 
     Raises UnidentifiedError.
     """
-    return {**facts_of_code(config, asked), "packages in the model": _packages(models)}
+    facts = {**facts_of_code(config, asked), "packages in the model": _packages(models)}
+    if config.speculative_config is None and not _names_the_longest_sequence(models):
+        facts[_LONGEST] = "any"
+    return facts
 
 
 def facts_of_code(config: VllmConfig, asked: IdentityConfig) -> dict[str, str]:
-    """The device, and the classes of the models that an engine loads. Raises UnidentifiedError."""
+    """The device, the longest sequence, and the classes of the models that an engine loads.
+
+    Raises UnidentifiedError.
+    """
     facts = {
+        _LONGEST: str(config.model_config.max_model_len),
         "device name": current_platform.get_device_name(),
         "model code": _checked_code(config.model_config, asked),
     }
@@ -136,6 +145,14 @@ def _packages(models: Sequence[nn.Module]) -> str:
     ours = {*_OF_THE_ENGINE, *sys.stdlib_module_names}
     found = [f"{top} {_digest_of_package(top, each)}" for top, each in sorted(owners.items()) if top not in ours]
     return ", ".join(found) or "none"
+
+
+def _names_the_longest_sequence(models: Sequence[nn.Module]) -> bool:
+    """May code of these models depend on the longest sequence, as some kinds of rope do?"""
+    names = {base.__module__ for model in models for module in model.modules() for base in type(module).__mro__}
+    code = [name for name in names if name.partition(".")[0] not in (*sys.stdlib_module_names, "torch")]
+    sources = [run(functools.partial(inspect.getsource, sys.modules.get(name))).value for name in code]
+    return not all(text and "max_model_len" not in text for text in sources)
 
 
 def _functions_in(owner: object, only: str = "") -> dict[types.FunctionType, None]:
