@@ -213,7 +213,7 @@ class StoreTier:
         return self.index.with_their_parts(self._writable(path), self._preferred)
 
     def _preferred(self, path: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """The chunks of a writable path that enough requests have named and that are preferred to their victims."""
+        """The writable chunks that enough requests have named, that are affordable, and preferred to their victims."""
         nbytes = self._codec.max_frame_nbytes
         frequent = self.index.meets_frequency(path)
         affordable = self.index.affordable(frequent, nbytes)

@@ -44,6 +44,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
     study = studies.read(options)
     if len(study.writes) > 1:
         raise ConfigError([Problem("--writes", options.writes, "several limits", "give one to plan with")])
+    if study.writes and not options.ssd:
+        raise ConfigError([Problem("--writes", options.writes, "memory has no limit", "give --ssd, too")])
     given = [("--ram", options.ram), ("--ssd", options.ssd)]
     budget = [_size(study, text, option) for option, text in given if text is not None]
     everything = stacks.stack_of(budget, stacks.read_policies("lru", len(budget), registry), study.trace.chunk_tokens)

@@ -183,7 +183,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         [
             row.capacity,
             row.policy,
-            *(size(row.per_day) if row.per_day else "any" for _ in limited),
+            *(str(row.per_day or "any") for _ in limited),
             f"{row.tally.hit_rate:.2%}",
             f"{row.tally.hit_rate / (row.bound.hit_rate or 1):.1%}",
             *(f"{row.tally.hits[tier] / row.tally.tokens:.2%}" for tier in several),
@@ -218,10 +218,10 @@ def _picture(study: Study, rows: Sequence[Row]) -> Picture:
     if len(study.writes) > 1:
         title = "Prefix hit rate over writes"
         axis = "bytes that may be written to each store tier, on a logarithmic scale"
-        sizes: dict[str, int] = {size(each): each for each in study.writes}
+        sizes: dict[str, int] = {str(each): each for each in study.writes}
         below = dict.fromkeys(sizes, "a day")
         bounds = dict.fromkeys(sizes, rows[0].bound.hit_rate)
-        rates = {(row.policy, size(row.per_day)): row.tally.hit_rate for row in rows if row.per_day}
+        rates = {(row.policy, str(row.per_day)): row.tally.hit_rate for row in rows if row.per_day}
     else:
         title = "Prefix hit rate over capacity"
         axis = "capacity, on a logarithmic scale: bytes, and the share of all distinct chunks that fit"

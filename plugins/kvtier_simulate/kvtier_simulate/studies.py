@@ -31,7 +31,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="packing of the arena, for KV in bfloat16; a file states its own; default: off",
     )
     parser.add_argument(
-        "--writes", help="bytes a day that may be written to each store tier: 2TB; a file states its own; default: any"
+        "--writes", help="bytes a day that may be written to each store tier: 2TiB; a file states its own; default: any"
     )
     parser.add_argument(
         "--prefill", type=float, default=8000.0, help="speed of prefill, in tokens a second; default: 8000"

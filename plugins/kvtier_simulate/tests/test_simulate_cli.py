@@ -17,7 +17,7 @@ import pytest
 from kvtier_core.cli import main
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.types import size
+from kvtier_core.types import Nbytes, size
 from kvtier_simulate.bar import Bar
 from kvtier_simulate.optimum import Optimum
 from kvtier_simulate.plot import Curve, Picture
@@ -204,7 +204,7 @@ def test_a_tier_writes_no_more_than_its_limit(folder, capsys):
         assert rows[limit]["hit_rate"] < without["lru"]["hit_rate"]
     assert main(command) == 0
     told = table(capsys.readouterr().out)
-    assert {row["writes a day"] for row in told} == {"any", *map(size, limits)}
+    assert {row["writes a day"] for row in told} == {"any", *(str(Nbytes(limit)) for limit in limits)}
 
 
 def test_curves_over_limits_of_writes(folder):
@@ -346,6 +346,8 @@ def test_a_plan_within_a_limit_of_writes(folder, capsys):
     command = ["plan", "trace.jsonl", "--ram", "1GiB", "--ssd", "8GiB", "--policy", "lru", "--writes"]
     assert main([*command, "1TiB,2TiB"]) == 2
     assert capsys.readouterr().err == "--writes: 1TiB,2TiB: several limits; give one to plan with\n"
+    assert main(["plan", "trace.jsonl", "--ram", "1GiB", "--writes", "1TiB"]) == 2
+    assert capsys.readouterr().err == "--writes: 1TiB: memory has no limit; give --ssd, too\n"
     assert main([*command, "40TiB"]) == 0
     told = capsys.readouterr().out
     assert "path: /var/lib/kvtier, capacity: 8GiB, eviction: lru, writes: {per_day: 40TiB}}" in told

@@ -211,7 +211,7 @@ def test_an_option_that_changes_the_kv_changes_the_namespace(model, base, option
     assert facts(engine_config(model, **options)).digest != facts(base).digest
 
 
-def test_the_longest_sequence_counts_if_code_of_the_model_names_it(model, monkeypatch):
+def test_the_longest_sequence_counts_if_code_of_the_model_names_it(model):
     """As that of some ropes does. With a draft it always counts."""
     short, long = engine_config(model, max_model_len=512), engine_config(model, max_model_len=1024)
 
@@ -220,14 +220,20 @@ def test_the_longest_sequence_counts_if_code_of_the_model_names_it(model, monkey
         return facts(config, report=attrs.evolve(REPORT, facts=(*REPORT.facts, *told.items())))
 
     class Rope(torch.nn.Module):
-        """In this file, which names max_model_len."""
+        """In a file of its own package."""
 
-    for models in ((*OF_TORCH, Rope()), (torch.nn.Sequential(*OF_TORCH, Rope()),)):
+    naming, without_source, other = (
+        type(name, (torch.nn.Module,), {"__module__": where})()
+        for name, where in (
+            ("LongRope", "vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope"),
+            ("Made", "vllm.nowhere"),
+            ("Norm", "vllm.model_executor.layers.layernorm"),
+        )
+    )
+    assert of_engine(short, *OF_TORCH, other) == of_engine(long, *OF_TORCH, other)
+    for models in ((*OF_TORCH, naming), (torch.nn.Sequential(*OF_TORCH, naming),), (other, without_source)):
         assert of_engine(short, *models).differences(of_engine(long, *models)) == [("longest sequence", "512", "1024")]
-    assert of_engine(short, *OF_TORCH) == of_engine(long, *OF_TORCH)
-    without_source = type("Made", (torch.nn.Module,), {"__module__": "nowhere"})()
-    monkeypatch.setattr(namespace, "_packages", lambda models: "")
-    assert of_engine(short, without_source) != of_engine(long, without_source)
+    assert of_engine(short, Rope()) != of_engine(long, Rope()), "code of another package may read it anywhere"
     draft = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     drafting = [engine_config(model, max_model_len=each, speculative_config=draft) for each in (512, 1024)]
     assert len({of_engine(config, *OF_TORCH) for config in drafting}) == 2

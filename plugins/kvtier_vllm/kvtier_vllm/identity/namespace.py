@@ -32,7 +32,7 @@ from kvtier_vllm.identity import harmless, model_weights, settings
 from kvtier_vllm.identity.model_weights import Unknown
 from kvtier_vllm.identity.settings import UnidentifiedError
 
-_LONGEST = "longest sequence"
+_LONGEST, _NONE = "longest sequence", "none"
 #: Packages whose code is identified by the versions of the engine and of what is stored.
 _OF_THE_ENGINE = ("vllm", "torch", "kvtier_core", "kvtier_vllm")
 
@@ -89,8 +89,9 @@ def facts_of_worker(config: VllmConfig, asked: IdentityConfig, models: Sequence[
 
     Raises UnidentifiedError.
     """
-    facts = {**facts_of_code(config, asked), "packages in the model": _packages(models)}
-    if config.speculative_config is None and not _names_the_longest_sequence(models):
+    packages = _packages(models)
+    facts = {**facts_of_code(config, asked), "packages in the model": packages}
+    if config.speculative_config is None and packages == _NONE and not _names_the_longest_sequence(models):
         facts[_LONGEST] = "any"
     return facts
 
@@ -144,14 +145,14 @@ def _packages(models: Sequence[nn.Module]) -> str:
     owners = {_package_of(each): each for each in code}
     ours = {*_OF_THE_ENGINE, *sys.stdlib_module_names}
     found = [f"{top} {_digest_of_package(top, each)}" for top, each in sorted(owners.items()) if top not in ours]
-    return ", ".join(found) or "none"
+    return ", ".join(found) or _NONE
 
 
 def _names_the_longest_sequence(models: Sequence[nn.Module]) -> bool:
-    """May code of these models depend on the longest sequence, as some kinds of rope do?"""
-    names = {base.__module__ for model in models for module in model.modules() for base in type(module).__mro__}
-    code = [name for name in names if name.partition(".")[0] not in (*sys.stdlib_module_names, "torch")]
-    sources = [run(functools.partial(inspect.getsource, sys.modules.get(name))).value for name in code]
+    """May vLLM's code of these models depend on the longest sequence, as some kinds of rope do?"""
+    code = {base.__module__ for model in models for module in model.modules() for base in type(module).__mro__}
+    of_vllm = [name for name in code if name.partition(".")[0] == "vllm"]
+    sources = [run(functools.partial(inspect.getsource, sys.modules.get(name))).value for name in of_vllm]
     return not all(text and "max_model_len" not in text for text in sources)
 
 
