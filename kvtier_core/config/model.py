@@ -215,6 +215,7 @@ class StackConfig:
     record: RecordConfig | None = None  #: where traffic is recorded; by default nowhere
     #: The socket of `kvtier status`, `top` and `explain`: ``auto`` is one in XDG_RUNTIME_DIR, ``off`` none.
     status: str = "auto"
+    log_requests: Literal["all", "hits", "misses", "off"] = "all"  #: which requests have a line in the log
     observers: tuple[ObserverConfig, ...] = ()  #: receivers of every event
     #: The `kvtier serve` of this node that has the tiers, in place of ``tiers``: ``unix:/run/kvtier/kvtier.sock``.
     server: str | None = attrs.field(default=None, validator=attrs.validators.optional(_a_socket))
@@ -284,8 +285,8 @@ class StackConfig:
         """Raise ConfigError for settings that have no effect on the pages of another engine's own offloading."""
         problems = [
             self.problem(f"$.{name}", "it has no effect where the host moves the pages", "remove it")
-            for name in ("server", "record", "chunk_tokens", "save_decode", "requests", "programs")
-            if getattr(self, name) not in (None, "auto", False, RequestsConfig(), ())
+            for name in ("server", "record", "chunk_tokens", "save_decode", "requests", "log_requests", "programs")
+            if getattr(self, name) not in (None, "auto", False, RequestsConfig(), "all", ())
         ]
         if problems:
             raise ConfigError(problems)

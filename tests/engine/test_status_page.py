@@ -366,6 +366,21 @@ def test_what_is_remembered_of_a_request_does_not_grow_with_its_id(host):
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    ("which", "logged"), [("all", ["first", "second"]), ("hits", ["second"]), ("misses", ["first"]), ("off", [])]
+)
+def test_which_requests_are_logged_can_be_chosen(host, path, capsys, caplog, which, logged):
+    """All of them can be explained."""
+    caplog.set_level("INFO", logger="kvtier")
+    served = host(log_requests=which)
+    served.ask("first", PROMPT), served.settle(), served.ask("second", PROMPT)
+    lines = [line for line in caplog.messages if "tokens: " in line and "from kvtier" in line]
+    assert [line.split(": ")[1] for line in lines] == logged
+    for name in ("first", "second"):
+        assert main(["explain", name, "--socket", str(path)]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}, ")
+
+
 def test_the_last_ten_requests_are_listed(host, path, capsys):
     served = host()
     assert main(["explain", "--socket", str(path)]) == 0 and capsys.readouterr().out == ""

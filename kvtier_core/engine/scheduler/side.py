@@ -431,7 +431,8 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             why += f"; {_MEMORY_ONLY}"
         asked, tiers = state.view.tokens, dict(state.load.sources if tokens else {})
         told = {"tokens": asked, "loaded": tokens, "engine_had": match.computed, "tiers": tiers, "why": why}
-        logger.info("kvtier: %s: %d tokens: %s", state.name, asked, sources(told))
+        if self._config.log_requests in ("all", "hits" if tokens else "misses"):
+            logger.info("kvtier: %s: %d tokens: %s", state.name, asked, sources(told))
         self.status.note(state.name, waited=state.wait.total, **told)
 
     def _count(self, state: RequestState, hits: Mapping[str, int]) -> None:

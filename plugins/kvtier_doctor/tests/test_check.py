@@ -39,6 +39,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.on_reset", "forget", "default"],
         ["$.record", "~", "default"],
         ["$.status", "auto", "default"],
+        ["$.log_requests", "all", "default"],
         ["$.server", "~", "default"],
     ]
 

@@ -272,7 +272,7 @@ def test_a_page_of_another_length_is_refused(host, tmp_path):
 
 
 def test_settings_that_a_host_decides_about_are_refused(host, tmp_path):
-    for settings in ({"chunk_tokens": 64}, {"requests": {"store": "no"}}):
+    for settings in ({"chunk_tokens": 64}, {"requests": {"store": "no"}}, {"log_requests": "off"}):
         (name,) = settings
         with pytest.raises(ConfigError, match=f"{name}: it has no effect where the host moves the pages; remove it"):
             host(disk(tmp_path / "kv"), **settings)
