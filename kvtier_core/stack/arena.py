@@ -60,6 +60,11 @@ class Arena:
         """Number of pins of all holders."""
         return self._pinned.total()
 
+    @property
+    def holders(self) -> Collection[str]:
+        """All holders of pins."""
+        return self._pins.keys()
+
     def pins_by_holder(self) -> Counter[str]:
         """Number of pins of each holder."""
         return Counter({holder: slots.total() for holder, slots in self._pins.items()})

@@ -121,7 +121,7 @@ class Leases:
 
     def all_stay(self, but: Lease) -> bool:
         """Does every other holder of pins in the hottest arena keep them for long, or until a chunk arrives?"""
-        leases = map(self._by_holder.get, self._arenas[0].pins_by_holder())
+        leases = map(self._by_holder.get, self._arenas[0].holders)
         return all(lease and (lease is but or lease.lasting or lease.awaited) for lease in leases)
 
     def release(self, holder: str) -> None:
