@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "engines-that-failed-are-told-as-holding",
         CONNECTOR,
-        "if self._kv_events and (epoch != self.side.epoch or self.side.loads_nothing):",
-        "if self._kv_events and epoch != self.side.epoch:",
+        "if self._kv_events and (epoch != side.epoch or side.loads_nothing):",
+        "if self._kv_events and epoch != side.epoch:",
         EVENTS + "test_an_engine_that_no_longer_loads_holds_nothing_for_a_router",
     ),
     Mutant(
@@ -194,7 +194,7 @@ MUTANTS = (
     Mutant(
         "weights-are-not-watched",
         CONNECTOR,
-        "self.side.watch_weights(kv_connector_metadata.plan)",
+        "side.watch_weights(kv_connector_metadata.plan)",
         "pass",
         CHANGED + "reload_past_the_engine]",
     ),
@@ -229,9 +229,9 @@ MUTANTS = (
     Mutant(
         "others-load-before-the-self-test",
         CONNECTOR,
-        "self.side.attach(kv_connector_metadata.plan)",
+        "side.attach(kv_connector_metadata.plan)",
         "self.start_load_kv = lambda *args: (\n"
-        "            self.side.attach(kv_connector_metadata.plan), type(self).start_load_kv(self, *args))",
+        "            side.attach(kv_connector_metadata.plan), type(self).start_load_kv(self, *args))",
         BESIDE + "test_another_connector_may_exchange_handshakes_in_front_of_kvtier",
     ),
     Mutant(

@@ -9,7 +9,8 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -38,7 +39,6 @@ from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.start import worker_reports as reports
 from kvtier_core.engine.worker.side import WorkerSide
 from kvtier_core.outside import printable
-from kvtier_core.types import ChunkKey
 from kvtier_core.work.io_pool import run
 from kvtier_vllm import groups, kv_events, layout, log, speculation, versions
 from kvtier_vllm.groups import Tables
@@ -52,17 +52,25 @@ from kvtier_vllm.weight_watch import WeightWatch, follow_calls, models_of_caller
 
 logger = logging.getLogger("kvtier")
 
+Side = SchedulerSide | WorkerSide
+_Result = TypeVar("_Result")
 
-def guarded(default: Any = None) -> Callable:
-    """Decorates a method of the connector that needs a side. It returns ``default`` without one, or if it raises."""
 
-    def wrap(method: Callable) -> Callable:
+def guarded(
+    kind: type[Side] | UnionType, default: Any = None
+) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
+    """Decorates a method of the connector that needs a side of this kind, which becomes its first argument.
+
+    It returns ``default`` without one, or if it raises.
+    """
+
+    def wrap(method: Callable[..., _Result]) -> Callable[..., _Result]:
         @functools.wraps(method)
         def guard(self: KVTierConnector, *args: Any, **kwargs: Any) -> Any:
-            if self.side is None:
+            if not isinstance(side := self.side, kind):
                 return default
             try:
-                return method(self, *args, **kwargs)
+                return method(self, side, *args, **kwargs)
             except Exception:
                 logger.exception("kvtier: %s failed; the engine continues without kvtier", method.__name__)
                 self.disable()
@@ -87,9 +95,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             registry.log_problems()
         self.config = read_config(self._kv_transfer_config.kv_connector_extra_config or {}, registry)
-        self.side: SchedulerSide | WorkerSide | None = None
-        self._requests: RequestTracker | None = None  # scheduler
-        self._tables: Tables | None = None  # scheduler
+        self.side: Side | None = None
+        self._requests: RequestTracker  # scheduler: once it has a side
+        self._tables: Tables  # scheduler: once it has a side
         self._stats = KVTierStats()  # scheduler: since the last report
         self._kv_events: kv_events.KVEvents | None = None  # scheduler
         self._reports: Sequence[WorkerReport] | Refusal = ()  # scheduler
@@ -151,15 +159,15 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 error,
             )
 
-    @guarded()
-    def unregister_kv_caches(self) -> None:
+    @guarded(WorkerSide)
+    def unregister_kv_caches(self, side: WorkerSide) -> None:
         """vLLM 0.33: called before a sleep. No page is touched until `restore_kv_caches`; addresses stay the same."""
-        self.side.suspend()
+        side.suspend()
 
-    @guarded()
-    def restore_kv_caches(self) -> None:
+    @guarded(WorkerSide)
+    def restore_kv_caches(self, side: WorkerSide) -> None:
         """vLLM 0.33: called after a sleep. Copies may begin again."""
-        self.side.resume()
+        side.resume()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -196,12 +204,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvtier: vLLM's KV events do not cover these tiers: %s", obstacle)
             return
         tokens = side.chunk_tokens, hash_tokens
-        self._kv_events = kv_events.KVEvents(side.manager, *tokens, published, kv_cache_manager.block_pool)
-        side.events.listeners.append(self._kv_events.observe)
-        side.path_listeners.append(self._name)
-
-    def _name(self, request_id: str, keys: Sequence[ChunkKey], first: int) -> None:
-        self._kv_events.name(self._requests.request(request_id), keys, first)
+        self._kv_events = events = kv_events.KVEvents(side.manager, *tokens, published, kv_cache_manager.block_pool)
+        side.events.listeners.append(events.observe)
+        side.path_listeners.append(
+            lambda request_id, keys, first: events.name(self._requests.request(request_id), keys, first)
+        )
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -217,21 +224,23 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvtier: %s: %d tokens: 0 from kvtier (%s)", name, request.num_tokens, self._refusal)
         self._arrived(request)
 
-    @guarded()
-    def _arrived(self, request: Request) -> None:
-        self.side.arrived(self._requests.view(request))
+    @guarded(SchedulerSide)
+    def _arrived(self, side: SchedulerSide, request: Request) -> None:
+        side.arrived(self._requests.view(request))
 
-    @guarded((0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    @guarded(SchedulerSide, (0, False))
+    def get_num_new_matched_tokens(
+        self, side: SchedulerSide, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """How many more tokens can be loaded, asynchronously; None: ask again in the next step."""
-        if self.side.still_waits(request.request_id, request.num_tokens, num_computed_tokens):
+        if side.still_waits(request.request_id, request.num_tokens, num_computed_tokens):
             return None, False
         view = self._requests.view(request)
         if bypass := self._requests.check_cached(request.request_id, num_computed_tokens):
-            self.side.track(view)
-            self.side.bypass(request.request_id, bypass)
-        tokens = self.side.match(view, num_computed_tokens)
-        self._tables.keep_states_behind(request, self.side.shared_tokens(request.request_id))
+            side.track(view)
+            side.bypass(request.request_id, bypass)
+        tokens = side.match(view, num_computed_tokens)
+        self._tables.keep_states_behind(request, side.shared_tokens(request.request_id))
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -240,21 +249,21 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._promised.append(request.request_id)
         self._admitted(request, blocks, num_external_tokens)
 
-    @guarded()
-    def _admitted(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    @guarded(SchedulerSide)
+    def _admitted(self, side: SchedulerSide, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         tables = self._tables.of_request(blocks.get_block_ids())
-        self.side.admitted(self._requests.view(request), tables, num_external_tokens)
+        side.admitted(self._requests.view(request), tables, num_external_tokens)
         if num_external_tokens:
             self._requests.note_load(request.request_id, num_external_tokens)
 
-    @guarded({})
+    @guarded(SchedulerSide, {})
     def get_external_cache_hit_sources(
-        self, request: Request, num_external_tokens: int
+        self, side: SchedulerSide, request: Request, num_external_tokens: int
     ) -> dict[versions.CacheHitSource, int]:
         """The sources of the tokens of the load that was just admitted, for vLLM's metrics."""
         if not num_external_tokens:
             return {}
-        return tokens_by_source(self.side.sources(request.request_id), self.side.manager.media)
+        return tokens_by_source(side.sources(request.request_id), side.manager.media)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The plan of a step for the workers. Without a scheduler side it fails the loads that vLLM waits for."""
@@ -262,31 +271,29 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._promised.clear()
         return StepPlanMetadata(plan)
 
-    @guarded()
-    def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+    @guarded(SchedulerSide)
+    def _plan(self, side: SchedulerSide, scheduler_output: SchedulerOutput) -> StepPlan:
         for request_id, bypass in self._requests.follow(scheduler_output).items():
-            self.side.bypass(request_id, bypass)
+            side.bypass(request_id, bypass)
         scheduled = self._requests.scheduled(scheduler_output)
         draft = speculation.draft_model(self._vllm_config)
-        plan = self.side.plan(step_of(scheduler_output, scheduled, self._tables, draft))
+        plan = side.plan(step_of(scheduler_output, scheduled, self._tables, draft))
         if self._kv_events:
-            self._kv_events.keep(self.side.storing)
+            self._kv_events.keep(side.storing)
         return plan
 
-    @guarded()
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+    @guarded(SchedulerSide)
+    def update_connector_output(self, side: SchedulerSide, connector_output: KVConnectorOutput) -> None:
         """Pass the progress of the workers to the scheduler side."""
-        epoch = self.side.epoch
-        self.side.progress(result_of(connector_output))
-        if self._kv_events and (epoch != self.side.epoch or self.side.loads_nothing):
+        epoch = side.epoch
+        side.progress(result_of(connector_output))
+        if self._kv_events and (epoch != side.epoch or side.loads_nothing):
             self._kv_events.clear()
 
-    @guarded()
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+    @guarded(SchedulerSide)
+    def get_kv_connector_stats(self, side: SchedulerSide) -> KVConnectorStats | None:
         """The metrics since the last call. vLLM calls the scheduler's connector once after each step."""
-        if self.role is not KVConnectorRole.SCHEDULER:
-            return None
-        self.side.step_ended()
+        side.step_ended()
         return self._stats.take()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -307,24 +314,24 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """As `request_finished_all_groups`, for an engine with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @guarded((False, None))
+    @guarded(SchedulerSide, (False, None))
     def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
+        self, side: SchedulerSide, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended. Its blocks may be freed immediately: what another engine needs of it is in the arena."""
         if view := self._requests.finish(request):
-            kept = self.side.finished(view, str(request.get_finished_reason() or "abort"))
+            kept = side.finished(view, str(request.get_finished_reason() or "abort"))
             if view.continued_elsewhere:
                 return False, handed_over(kept, self._kv_transfer_config.engine_id, request.request_id)
         return False, None
 
-    @guarded(False)
-    def has_pending_push_work(self) -> bool:
+    @guarded(SchedulerSide, False)
+    def has_pending_push_work(self, side: SchedulerSide) -> bool:
         """Must vLLM keep stepping although no request is unfinished?"""
-        return self.side.busy()
+        return side.busy()
 
-    @guarded(True)
-    def reset_cache(self) -> bool:
+    @guarded(SchedulerSide, True)
+    def reset_cache(self, side: SchedulerSide) -> bool:
         """Invalidate what is stored: the weights may have changed. False if a request still loads some of it.
 
         vLLM calls this for new weights, and for each sleep and pause during which they may be changed.
@@ -333,17 +340,17 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("kvtier: vLLM reset its caches; stored KV is kept: on_reset is keep")
             return True
         logger.info("kvtier: vLLM reset its caches; stored KV is invalidated: weights may have changed")
-        return self._invalidate()
+        return self._invalidate(side)
 
-    @guarded()
-    def workers_were_called(self, name: str) -> None:
+    @guarded(SchedulerSide)
+    def workers_were_called(self, side: SchedulerSide, name: str) -> None:
         """Invalidate what is stored: this call of the workers may have changed the weights."""
         if self.config.on_reset != "keep":
             logger.info("kvtier: %s was called on the workers; stored KV is invalidated", name)
-            self._invalidate()
+            self._invalidate(side)
 
-    def _invalidate(self) -> bool:
-        ended = self.side.invalidate_all()
+    def _invalidate(self, side: SchedulerSide) -> bool:
+        ended = side.invalidate_all()
         if self._kv_events:
             self._kv_events.clear()
         return ended
@@ -359,24 +366,24 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._unended.update(job for job, _ in plan.stores)
         self._mark()
 
-    @guarded()
-    def _mark(self) -> None:
+    @guarded(WorkerSide)
+    def _mark(self, side: WorkerSide) -> None:
         """With several connectors, all have fenced by now: `handle_preemptions` of the last comes before this."""
-        self.side.mark()
+        side.mark()
 
-    @guarded()
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    @guarded(WorkerSide)
+    def handle_preemptions(self, side: WorkerSide, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step touches a page, and before any connector does."""
-        self.side.watch_weights(kv_connector_metadata.plan)
-        self.side.attach(kv_connector_metadata.plan)
-        self.side.fence(kv_connector_metadata.plan)
+        side.watch_weights(kv_connector_metadata.plan)
+        side.attach(kv_connector_metadata.plan)
+        side.fence(kv_connector_metadata.plan)
 
-    @guarded()
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    @guarded(WorkerSide)
+    def start_load_kv(self, side: WorkerSide, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
         # vLLM's second model runner no longer has such a context, and passes what it computed in kwargs.
         idle = not kwargs and forward_context.attn_metadata is None
-        self.side.load(self._connector_metadata.plan, idle=idle)
+        side.load(self._connector_metadata.plan, idle=idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: vLLM schedules a request after its load has ended."""
@@ -384,10 +391,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to save yet: whole pages are stored, after the forward."""
 
-    @guarded()
-    def wait_for_save(self) -> None:
+    @guarded(WorkerSide)
+    def wait_for_save(self, side: WorkerSide) -> None:
         """Begin the step's stores. The forward has been enqueued."""
-        self.side.store(self._connector_metadata.plan)
+        side.store(self._connector_metadata.plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose load ended. Without a worker side, all awaited loads have failed."""
@@ -398,9 +405,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._awaited -= ended
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
-    @guarded()
-    def _loaded(self) -> tuple[set[str], set[str]]:
-        return self.side.loaded()
+    @guarded(WorkerSide)
+    def _loaded(self, side: WorkerSide) -> tuple[set[str], set[str]]:
+        return side.loaded()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This worker's report after the step; None if there is none. Without a worker side, all stores have failed."""
@@ -412,16 +419,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             progress = WorkerProgress(ended, ended, off=self._off)
         return progress and WorkerProgressMetadata(progress)
 
-    @guarded()
-    def _progress(self) -> WorkerProgress | None:
-        return self.side.progress()
+    @guarded(WorkerSide)
+    def _progress(self, side: WorkerSide) -> WorkerProgress | None:
+        return side.progress()
 
     # -- both ------------------------------------------------------------------------------------------------
 
-    @guarded()
-    def shutdown(self) -> None:
+    @guarded(Side)
+    def shutdown(self, side: Side) -> None:
         """Close this connector's side."""
-        self.side.close()
+        side.close()
         self.side = None
 
     def disable(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 from vllm.config import ParallelConfig, VllmConfig
@@ -19,7 +20,7 @@ from kvtier_core.transfer.regroup import divides_by_head
 from kvtier_vllm import versions
 
 
-def _spec(name: str) -> type:
+def _spec(name: str) -> type[Any]:
     """One of vLLM's spec classes; an empty one if this version lacks it, so that its kind is not served."""
     return getattr(kv_cache_interface, name, None) or type(name, (), {})
 
@@ -66,7 +67,7 @@ def _is_scratch(spec: KVCacheSpec) -> bool:
 
 def refusal(kv_cache_config: KVCacheConfig) -> str:
     """Why prefixes of this engine cannot be restored; empty if they can."""
-    kinds = set()
+    kinds: set[KVKind] = set()
     for number in served(kv_cache_config):
         needs = set()
         for name, spec in specs_of(number, kv_cache_config).items():
@@ -233,7 +234,7 @@ class Tables:
 
     def states(
         self, output: SchedulerOutput, requests: Sequence[ScheduledRequest]
-    ) -> dict[str, dict[int, OfferedStates]]:
+    ) -> Mapping[str, Mapping[int, OfferedStates]]:
         """The recurrent states that a step leaves, by request and by the number of tokens after which each is.
 
         None for a request with drafts in this step: its state is copied once the number of right drafts is known.

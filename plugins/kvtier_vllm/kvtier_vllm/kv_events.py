@@ -285,7 +285,7 @@ def _stored(blocks: BlockStored, known: int, medium: str) -> BlockStored:
     )
 
 
-def _of(kind: type, **fields: Any) -> Any:
+def _of(kind: Any, **fields: Any) -> Any:
     """A vLLM event; other versions have other fields."""
     fields["locality"] = "LOCAL"
     return kind(**{name: value for name, value in fields.items() if name in kind.__struct_fields__})

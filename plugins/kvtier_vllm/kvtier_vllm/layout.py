@@ -7,6 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -127,7 +128,7 @@ def facts_of_caches(
 def _numa_node(device: torch.device) -> int | None:
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        address = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        address: list[Any] = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
         return None if None in address else numa.node_of_gpu(*address)
     return numa.node_of_cpus(os.sched_getaffinity(0))
 
@@ -165,7 +166,7 @@ def _elements(
 ) -> tuple[Elements, ...]:
     """The places of keys and values in a layer's pages; empty if they are not known for its attention backend."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
-    if layer is None or groups.structure_of(spec) is not KVStructure.KEYS_AND_VALUES:
+    if layer is None or spec is None or groups.structure_of(spec) is not KVStructure.KEYS_AND_VALUES:
         return ()
     heads, tokens, keys = spec.num_kv_heads, spec.block_size, spec.head_size
     values = getattr(spec, "head_size_v", None) or keys

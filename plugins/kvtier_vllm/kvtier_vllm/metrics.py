@@ -37,7 +37,7 @@ class KVTierStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
         """Is there nothing to report?"""
@@ -105,7 +105,7 @@ def tokens_by_source(tokens: Mapping[str, int], media: Mapping[str, Medium]) -> 
     by_medium = {Medium.HOST: CacheHitSource.HOST, Medium.DISK: CacheHitSource.DISK}
     counts: Counter[CacheHitSource] = Counter()
     for tier, count in tokens.items():
-        counts[by_medium.get(media.get(tier), CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
+        counts[by_medium.get(media.get(tier, Medium.UNSPECIFIED), CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
     return dict(counts)
 
 

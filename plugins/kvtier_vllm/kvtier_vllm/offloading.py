@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import logging
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -96,9 +97,8 @@ class KVTier(SecondaryTierManager):
         self._asking: dict[str, list[OffloadKey]] = {}  # by request: what the end of this step asks for
         self._answers: dict[str, dict[OffloadKey, bool | None]] = {}  # by request; None: not answered yet
         self._ended: list[JobResult] = []
-        shares = {"replica": replica, "replicas": replicas}
         follow = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._store = PageStore(stack, facts, self.block_size_bytes, **shares, follow=follow)
+        self._store = PageStore(stack, facts, self.block_size_bytes, replica=replica, replicas=replicas, follow=follow)
         follow_calls(_workers_were_called)
 
     # -- requests ----------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def _workers_were_called(engine: EngineCore, name: str) -> None:
 
 def _of_caller() -> tuple[VllmConfig, KVCacheConfig]:
     """The configuration of the engine whose connector makes this tier, which gets an extract. Raises ConfigError."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame:
         connector = frame.f_locals.get("self")
         if isinstance(connector, OffloadingConnector):

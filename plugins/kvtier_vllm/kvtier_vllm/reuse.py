@@ -38,7 +38,7 @@ def note_wishes() -> None:
         setattr(config.cache_config, _UNWANTED, unwanted)
         return config
 
-    create_engine_config.kvtier_notes_wishes = True
+    vars(create_engine_config)["kvtier_notes_wishes"] = True
     EngineArgs.create_engine_config = create_engine_config
 
 

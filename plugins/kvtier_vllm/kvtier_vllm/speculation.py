@@ -50,9 +50,10 @@ def refusal(config: VllmConfig, keeps_states: bool) -> str:
         return ""
     if speculative.method not in _WITH_KV:
         return f"the KV that speculative decoding with {speculative.method} leaves is unknown"
-    if versions.lookahead_of(config) is None:
+    lookahead = versions.lookahead_of(config)
+    if lookahead is None:
         return "this vLLM does not report how many tokens its MTP modules read ahead"
-    if keeps_states and versions.lookahead_of(config) > 1:
+    if keeps_states and lookahead > 1:
         return "several MTP modules complete the KV after a recurrent state only once vLLM has released that state"
     return ""
 

@@ -15,9 +15,9 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import IdentityConfig, StackConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.config.yaml_nodes import shown
-from kvtier_core.engine.messages import WorkerReport
+from kvtier_core.engine.messages import Refusal, WorkerReport
 from kvtier_core.engine.scheduler.side import SchedulerSide
-from kvtier_core.engine.start.startup import Engine, Identity, Refusal
+from kvtier_core.engine.start.startup import Engine, Identity
 from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.types import Namespace
 from kvtier_vllm import layout, speculation

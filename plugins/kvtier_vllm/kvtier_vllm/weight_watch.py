@@ -11,6 +11,7 @@ import ctypes
 import functools
 import operator
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -119,7 +120,7 @@ def _runs(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield base + nbytes * (2 * run + 1) // (2 * _RUNS) - _RUN_NBYTES // 2, _RUN_NBYTES
 
 
-def _note_calls(module: nn.Module, called: set[str]) -> None:
+def _note_calls(module: Any, called: set[str]) -> None:
     """Note each call of a module's own loader, before it begins and when it has ended."""
     name, owner = f"{type(module).__name__}.load_weights", weakref.ref(module)  # which its own attribute must not keep
     load = vars(module).get("load_weights")  # another connector may note the calls, too
@@ -137,9 +138,9 @@ def _note_calls(module: nn.Module, called: set[str]) -> None:
 
 def models_of_caller() -> list[nn.Module]:
     """The models of the model runner that calls its connector; none if it has another form. vLLM hands over none."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame:
-        runner = frame.f_locals.get("self")
+        runner: Any = frame.f_locals.get("self")
         if hasattr(runner, "model") and hasattr(runner, "get_model"):
             drafters = (getattr(runner, name, None) for name in ("drafter", "speculator"))
             models = [runner.model, *(getattr(drafter, "model", None) for drafter in drafters)]
@@ -180,5 +181,5 @@ def follow_calls(told: Callable[[EngineCore, str], None]) -> None:
                 for each in listeners:
                     each(engine, method if isinstance(method, str) else "a function")
 
-    collective_rpc.kvtier_listeners = listeners
+    vars(collective_rpc)["kvtier_listeners"] = listeners
     EngineCore.collective_rpc = collective_rpc

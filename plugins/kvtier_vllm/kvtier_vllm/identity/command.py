@@ -39,15 +39,16 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace, output: Output) -> int:
     """A line for each fact, or for each that differs. Raises BackendError if they cannot be found."""
     if options.diff:
-        return _diff(*options.diff, output)
+        first, second = options.diff
+        return _diff(first, second, output)
     with contextlib.redirect_stdout(sys.stderr):  # where vLLM's log goes
         try:
-            from kvtier_vllm.identity import namespace
+            from kvtier_vllm.identity import model_weights, namespace
         except ImportError as error:
             why = f"cannot import vLLM, which reads the model's configuration: {error}"
             raise BackendError(why) from error
         facts = namespace.of_arguments(options.model, IdentityConfig(options.weights), options.engine)
-    if isinstance(facts, namespace.Unknown):
+    if isinstance(facts, model_weights.Unknown):
         output.value = {"not_served": facts.reason}
         if not output.as_json:
             output.warn(f"kvtier would not serve this engine: {facts.reason}")

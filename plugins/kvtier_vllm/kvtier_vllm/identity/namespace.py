@@ -24,6 +24,7 @@ from kvtier_core.config.model import NAMED, IdentityConfig
 from kvtier_core.engine.messages import WorkerReport
 from kvtier_core.frames.format import FORMAT_VERSION
 from kvtier_core.identity import weights
+from kvtier_core.layouts import KVGroup
 from kvtier_core.transfer.regroup import with_heads
 from kvtier_core.types import Namespace
 from kvtier_core.work.io_pool import run
@@ -32,6 +33,7 @@ from kvtier_vllm.identity import harmless, model_weights, settings
 from kvtier_vllm.identity.model_weights import Unknown
 from kvtier_vllm.identity.settings import UnidentifiedError
 
+_Code = type | types.FunctionType
 _LONGEST, _NONE = "longest sequence", "none"
 #: Packages whose code is identified by the versions of the engine and of what is stored.
 _OF_THE_ENGINE = ("vllm", "torch", "kvtier_core", "kvtier_vllm")
@@ -67,8 +69,8 @@ def facts_before_start(config: VllmConfig, weights_fact: str) -> dict[str, objec
 def facts_after_start(config: VllmConfig, chunk_tokens: int, report: WorkerReport) -> dict[str, object]:
     """Facts that only the running engine knows. Raises UnidentifiedError."""
     facts = {**settings.of_configuration(config, started=True), **dict(report.facts), "chunk tokens": chunk_tokens}
+    groups: Sequence[KVGroup] = report.groups
     if report.own_ranks:
-        groups = report.groups
         facts["ranks with the same KV"] = report.replicas
     else:
         times = config.parallel_config.tensor_parallel_size // report.replicas
@@ -137,7 +139,7 @@ def _packages(models: Sequence[nn.Module]) -> str:
     if not models:
         raise UnidentifiedError("this vLLM does not expose its model, so its code cannot be identified")
     modules = [module for model in models for module in model.modules()]
-    code: dict[type | types.FunctionType, None] = {}
+    code: dict[_Code, None] = {}
     for each in {base: None for module in modules for base in type(module).__mro__}:
         code |= {each: None, **_functions_in(each, "forward" if _package_of(each) == "torch" else "")}
     for module in modules:
@@ -152,21 +154,25 @@ def _names_the_longest_sequence(models: Sequence[nn.Module]) -> bool:
     """May vLLM's code of these models depend on the longest sequence, as some kinds of rope do?"""
     code = {base.__module__ for model in models for module in model.modules() for base in type(module).__mro__}
     of_vllm = [name for name in code if name.partition(".")[0] == "vllm"]
-    sources = [run(functools.partial(inspect.getsource, sys.modules.get(name))).value for name in of_vllm]
+    sources = [run(functools.partial(_source, name)).value for name in of_vllm]
     return not all(text and "max_model_len" not in text for text in sources)
 
 
-def _functions_in(owner: object, only: str = "") -> dict[types.FunctionType, None]:
+def _source(module: str) -> str:
+    return inspect.getsource(sys.modules[module])
+
+
+def _functions_in(owner: object, only: str = "") -> dict[_Code, None]:
     """The functions among the attributes of a class or a module; with ``only``, the one of that name."""
     found = vars(owner).items()
     return {each: None for name, each in found if isinstance(each, types.FunctionType) and only in ("", name)}
 
 
-def _package_of(code: type | types.FunctionType) -> str:
+def _package_of(code: _Code) -> str:
     return (code.__module__ or "").partition(".")[0]
 
 
-def _digest_of_package(top: str, code: type | types.FunctionType) -> str:
+def _digest_of_package(top: str, code: _Code) -> str:
     """A digest of all code of a package; of the file with this ``code`` if it is not one. Raises UnidentifiedError."""
     name = f"{code.__module__}.{code.__qualname__}"
     package = getattr(sys.modules.get(top), "__file__", None) or run(lambda: inspect.getsourcefile(code)).value

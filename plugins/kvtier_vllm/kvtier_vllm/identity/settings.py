@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -95,6 +96,7 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, object]]:
         return
     if isinstance(value, PretrainedConfig):
         value = _of_the_model(value.to_dict())
+    below: Mapping[Any, object]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield name, type(value).__name__
         below = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}

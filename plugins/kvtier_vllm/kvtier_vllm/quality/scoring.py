@@ -53,7 +53,7 @@ class Forced(AdapterLogitsProcessor):
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Callable | None:
-        tokens = (params.extra_args or {}).get(_FORCED)
+        tokens: Any = (params.extra_args or {}).get(_FORCED)
 
         def force(said: Sequence[int], logits: Any) -> Any:
             kept = logits[tokens[len(said)]].clone()

@@ -15,7 +15,7 @@ def is_continued_elsewhere(parameters: object) -> bool:
     return _flags(parameters) == (True, False)
 
 
-def computed_elsewhere(parameters: object, prompt_tokens: int) -> int:
+def computed_elsewhere(parameters: Any, prompt_tokens: int) -> int:
     """How many tokens of the prompt, from the first one on, another engine has computed; 0 if ill-formed."""
     if _flags(parameters) != (False, True):
         return 0

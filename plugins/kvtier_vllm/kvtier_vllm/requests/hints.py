@@ -97,7 +97,7 @@ def _orchestrator_hints(envelope: object) -> Mapping[str, str]:
         names = getattr(action, "action_type", None), getattr(action, "action_version", None)
         payload = getattr(action, "payload", None)
         if all(isinstance(name, str) for name in names) and isinstance(payload, Mapping):
-            payloads.setdefault(_VERSION.join(names), []).append(_json(payload))
+            payloads.setdefault(_VERSION.join(map(str, names)), []).append(_json(payload))
     said = {name: f"[{','.join(texts)}]" for name, texts in payloads.items() if all(texts)}
     return {
         name: value

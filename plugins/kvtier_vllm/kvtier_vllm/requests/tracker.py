@@ -129,7 +129,7 @@ class RequestTracker:
     def finish(self, request: Request) -> RequestView | None:
         """Forget a request. Returns its last view; None if it never had one."""
         tracked = self._tracked.pop(request.request_id, None)
-        return tracked and _view(request, tracked)
+        return _view(request, tracked) if tracked else None
 
 
 def _view(request: Request, tracked: _Tracked) -> RequestView:
