@@ -135,23 +135,23 @@ class Campaign:
     def _begin_anew(self) -> None:
         self._store = self._folder / f"store-{self.rounds}"
         self._ledger = Ledger(self._store)
-        self._homes: dict[tuple[int, int], str] = {}  # ranks and longest sequence -> namespace
+        self._homes: dict[tuple[int, str], str] = {}  # ranks and format of the weights -> namespace
 
     def _round(self, number: int, moment: str, drawn: random.Random) -> None:
         ranks = 2 if number % 40 == 39 else 1
-        longest = drawn.choice([2048, 2048, 1024])  # in other words: one of two namespaces
-        self._ledger.turn_to(self._homes.get((ranks, longest), ""))
+        weights = drawn.choice(["auto", "auto", "safetensors"])  # in other words: one of two namespaces
+        self._ledger.turn_to(self._homes.get((ranks, weights), ""))
         harmed = self._cut_power(drawn, short=number % 4 == 3) if number % 2 else []
         # A ring writes without any function of ``os`` in which the engine could die.
         io = "calls" if moment == "torn" else "auto"
         stack = self._stack(direct=drawn.choice(["auto", "off"]), io=io)
         arenas: set[int] = set()
-        with self._life(stack, moment, tensor_parallel_size=ranks, max_model_len=longest) as life:
+        with self._life(stack, moment, tensor_parallel_size=ranks, load_format=weights) as life:
             if moment == "start":
                 self._compare(life.listen(drawn.uniform(0, 0.6)))
             else:
                 life.expect("up")
-                self._homes[ranks, longest] = self._ledger.home
+                self._homes[ranks, weights] = self._ledger.home
                 self._verify(life, harmed, drawn, processes=moment in VICTIMS)
                 arenas = self._arenas(life)
                 self._serve_until(life, moment, drawn)
