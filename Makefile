@@ -45,22 +45,21 @@ ROOMS := $(filter-out %/__pycache__,$(wildcard $(patsubst kvtier_core/%/,tests/%
 TESTS_OF_core := $(ROOMS)
 TESTED = $(if $(PACKAGE),$(or $(TESTS_OF_$(PACKAGE)),$(wildcard tests/$(PACKAGE) plugins/$(PACKAGE)/tests),$(error no tests of $(PACKAGE))))
 
-# Half of the time of all tests goes into real engines and servers.
-ENGINES := $(patsubst %,plugins/kvtier_%/tests,serve vllm)
+# Two thirds of the time of all tests goes into these, which start engines, servers and stores.
+SLOW := $(patsubst %,plugins/kvtier_%/tests,hosts mooncake peers redis s3 serve testing vllm)
 
 test: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(SUITE) $(PARALLEL) --maxfail 12 $(or $(TESTED),$(addprefix --ignore ,$(ENGINES)))
+	$(SUITE) $(PARALLEL) --maxfail 12 $(or $(TESTED),$(addprefix --ignore ,$(SLOW)))
 
 test-engines: $(VENV)/ready
-	$(SUITE) $(PARALLEL) --maxfail 12 $(ENGINES)
+	$(SUITE) $(PARALLEL) --maxfail 12 $(SLOW)
 
 # What finds most slips, in about a minute: style, types, documents, budgets, layers, and the tests of rooms that differ
-# from LANDED. Those of SLOW start engines or servers; of these only the files that differ.
+# from LANDED, of those of SLOW only the files that differ.
 LANDED ?= $(shell git rev-parse --quiet --verify origin/main || git rev-parse HEAD)
-SLOW := $(patsubst %,plugins/kvtier_%/tests,hosts mooncake peers redis s3 serve testing vllm)
 CHANGED = $(shell git diff --name-only $(LANDED); git ls-files --others --exclude-standard)
 second = $(word 2,$(subst /, ,$1))
 ROOMS_CHANGED = $(foreach file,$(filter kvtier_core/% tests/%,$(CHANGED)),tests/$(call second,$(file))) \
