@@ -219,7 +219,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """A request joins vLLM's queue. If this engine is not served, its log line says why."""
-        if self._refusal:
+        if self._refusal and self.config.log_requests in ("all", "misses"):
             name = printable(request.request_id)
             logger.info("kvtier: %s: %d tokens: 0 from kvtier (%s)", name, request.num_tokens, self._refusal)
         self._arrived(request)

@@ -369,12 +369,14 @@ def test_reports_of_all_ranks_arrive_as_they_were_and_are_removed(runtime):
     assert "did not report" in reports.collect("engine", 2).reason
 
 
-def test_a_missing_report_is_a_refusal(engine, said, monkeypatch):
+@pytest.mark.parametrize(("log_requests", "logged"), [("all", 2), ("hits", 0)])
+def test_a_missing_report_is_a_refusal(engine, said, monkeypatch, log_requests, logged):
     monkeypatch.setattr(reports, "leave", lambda *args: None)
-    with engine(cpu()) as served:
+    with engine(cpu(log_requests=log_requests)) as served:
         why = "the workers did not report: do they run on another machine, or with a different XDG_RUNTIME_DIR?"
         assert f"kvtier: this engine is not served: {why}" in said()
         assert [served.ask(asked_of(9)[0])[0].cached for _ in range(2)] == [0, 0]
+        assert sum(line.endswith(f"0 from kvtier ({why})") for line in said()) == logged
 
 
 def test_a_malformed_report_is_a_refusal(runtime):
