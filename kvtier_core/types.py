@@ -166,7 +166,7 @@ class FrameRead:
 
 @attrs.frozen
 class WriteUse:
-    """The budget of writes of a tier, and what was written."""
+    """The write budget of a tier, and what was written."""
 
     left: int  #: bytes that may be written now
     per_day: int  #: bytes that may be written a day
@@ -187,7 +187,7 @@ class Usage:
     inflight: int = 0  #: for a store tier: bytes on their way to or from it
     can_read: bool = True  #: False while a breaker or a hanging call blocks reads from a store tier
     can_write: bool = True  #: the same for writes
-    writes: WriteUse | None = None  #: for a store tier with a budget of writes
+    writes: WriteUse | None = None  #: for a store tier with a write budget
 
 
 @attrs.frozen

@@ -85,7 +85,7 @@ class ArenaTierConfig:
 
 @attrs.frozen
 class WritesConfig:
-    """A limit of what is written to a store tier, in bytes of frames."""
+    """How many bytes of frames a store tier may write."""
 
     per_day: Nbytes = attrs.field(validator=_positive)  #: divided among data parallel replicas
     #: Bytes that may be written at once after a time with few writes. Default: those of an hour.
@@ -111,7 +111,7 @@ class StoreTierConfig:
     timeout: Seconds = Seconds(5)  #: of one call to the store; while one takes longer, no other is made
     #: Number of requests that must have named a chunk before it is stored here.
     store_after: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    writes: WritesConfig | None = None  #: a limit of what is written to it; by default none
+    writes: WritesConfig | None = None  #: limits the bytes that it writes; by default nothing does
     #: A secret without which no frame of this tier can be forged: at least 32 characters, used exactly as written.
     seal_key: EnvSecret | None = None
     encrypt: bool = attrs.field(default=False, validator=_with_a_key)  #: encrypt the tier's frames, with ``seal_key``

@@ -288,7 +288,7 @@ class _Opening:
         return OpenedTier(tier, store, index, codec, capacity, self)
 
     def _budget(self, frame_nbytes: int, replicas: int) -> WriteBudget | None:
-        """The tier's budget of writes, if it has one. Raises ConfigError."""
+        """The tier's write budget, if it has one. Raises ConfigError."""
         if isinstance(self.tier, ArenaTierConfig) or (writes := self.tier.writes) is None:
             return None
         per_day = writes.per_day // replicas

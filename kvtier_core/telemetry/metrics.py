@@ -58,7 +58,7 @@ METRICS = (
     Metric("kvtier_held_bytes", _GAUGE, "Bytes of the frames that the tier holds"),
     Metric("kvtier_held_chunks", _GAUGE, "Frames that the tier holds"),
     Metric("kvtier_capacity_bytes", _GAUGE, "Bytes that the tier may hold"),
-    Metric("kvtier_writable_bytes", _GAUGE, "Bytes that a tier with a budget of writes may write now"),
+    Metric("kvtier_writable_bytes", _GAUGE, "Bytes that a tier with a write budget may write now"),
     Metric("kvtier_inflight_bytes", _GAUGE, "Bytes on their way to a store tier or from it"),
     Metric("kvtier_pinned_slots", _GAUGE, "Slots of an arena in use by requests and tiers, once for each use"),
     Metric(

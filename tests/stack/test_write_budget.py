@@ -21,7 +21,7 @@ DAY = 86400
 BURST = 8
 KEYS = make_keys(400)
 ONE, TWO = KEYS[:4], KEYS[4:8]
-SPENT = "its budget of writes is spent"
+SPENT = "its write budget is spent"
 
 
 class Clocked:
@@ -42,7 +42,7 @@ def test_bytes_accumulate_up_to_the_burst():
     clocked.now += 20
     assert clocked.budget.left == 90
     clocked.budget.spend(-50)
-    assert clocked.budget.left == 100, "what is given back exceeds no burst"
+    assert clocked.budget.left == 100, "bytes that are given back do not exceed the burst"
 
 
 def test_a_chunk_that_n_requests_have_named_may_use_all_but_one_nth_power_of_two():

@@ -217,8 +217,8 @@ class StoreTier:
         nbytes = self._codec.max_frame_nbytes
         frequent = self.index.meets_frequency(path)
         affordable = self.index.affordable(frequent, nbytes)
-        if dear := frequent[len(affordable) :]:
-            self._report_spent(dear)
+        if refused := frequent[len(affordable) :]:
+            self._report_spent(refused)
         if self.backend.shared:
             return affordable
         room = self._table.room + self._table.evictable(path)
@@ -241,15 +241,15 @@ class StoreTier:
         accepted, victims = self._make_room(affordable, parents)
         self._reject([frame for frame in frames if frame.key not in writable], self._not_writable_reason, release)
         self._reject(fresh[len(fitting) :], lambda key: "too many bytes are in flight", release)
-        if dear := [frame.key for frame in fitting[len(affordable) :]]:
-            self._report_spent(dear)
-            release(dear)
+        if refused := [frame.key for frame in fitting[len(affordable) :]]:
+            self._report_spent(refused)
+            release(refused)
         self._reject(affordable[len(accepted) :], lambda key: "no room, and nothing can be evicted", release)
         if accepted:
             self._writes.add(accepted, victims, self._codec, release)
 
     def _report_spent(self, keys: Sequence[ChunkKey]) -> None:
-        self._health.report(EventKind.REJECTED, keys, why="its budget of writes is spent")
+        self._health.report(EventKind.REJECTED, keys, why="its write budget is spent")
 
     def _make_room(
         self, frames: Sequence[FrameWrite], parents: set[ChunkKey | None]

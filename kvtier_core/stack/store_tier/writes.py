@@ -160,7 +160,7 @@ class Writes:
         self._release(group)
 
     def _spend(self, nbytes: int) -> None:
-        """What is written counts from when it waits; what fails counts as written."""
+        """Charge the write budget: a write counts from the moment it is queued, and also if it fails later."""
         if self._index.budget:
             self._index.budget.spend(nbytes)
 

@@ -104,7 +104,7 @@ def _check_curve(options: argparse.Namespace, study: Study, capacities: int) -> 
     """Raise ConfigError unless either capacities or limits of writes are several."""
     why = hint = ""
     if len(study.writes) > 1 and capacities > 1:
-        why, hint = "several capacities and several limits of writes", "give one of either"
+        why, hint = "several capacities and several limits of writes", "give one capacity, or one limit"
     elif len(study.writes) < 2 and capacities < 2:
         why, hint = "one capacity does not make a curve", "give several: --capacity 1%,5%,10%"
     if why:
