@@ -165,11 +165,26 @@ class IdentityConfig:
 
 
 @attrs.frozen
+class SaltConfig:
+    """What `RequestsConfig` says, for the requests with one ``cache_salt``."""
+
+    cache_salt: EnvSecret
+    store: Literal["all", "memory", "no"] | None = None  #: by default as for requests with other salts
+    load: Literal["all", "memory", "no"] | None = None  #: by default as for requests with other salts
+
+
+@attrs.frozen
 class RequestsConfig:
     """Whether requests that do not say it themselves are stored and loaded: not at all, in memory only, everywhere."""
 
     store: Literal["all", "memory", "no"] = "all"  #: the ``kvtier.store`` of requests that do not have it
     load: Literal["all", "memory", "no"] = "all"  #: the ``kvtier.load`` of requests that do not have it
+    salts: tuple[SaltConfig, ...] = ()  #: exceptions by ``cache_salt``; the first that fits counts
+
+    def of(self, cache_salt: str | None) -> RequestsConfig:
+        """What counts for the requests with this salt."""
+        own = next((each for each in self.salts if each.cache_salt.value == cache_salt), None)
+        return attrs.evolve(self, store=own.store or self.store, load=own.load or self.load) if own else self
 
 
 def _one_or_more(config: object, field: attrs.Attribute, tokens: int | Literal["auto"]) -> None:

@@ -20,7 +20,7 @@ from kvtier_core.config.guard import PluginCall
 from kvtier_core.config.later import LaterTiers
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.quality import check_quality
-from kvtier_core.config.suitable import unset_secrets, unsuitable
+from kvtier_core.config.suitable import require_secrets, unsuitable
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.errors import BackendError, ConfigError
@@ -228,8 +228,7 @@ def open_observers(config: StackConfig, ctx: OpenContext) -> list[tuple[str, Obs
             name = f"observer {chosen.type}"
             call = PluginCall(config.plugin_of(chosen), name, f"$.observers[{i}]", config.problem)
             with collector:
-                if problems := list(unset_secrets(config, chosen, f"$.observers[{i}]")):
-                    raise ConfigError(problems)
+                require_secrets(config, chosen, f"$.observers[{i}]")
                 observer = call.returns(Observer, functools.partial(chosen.open, ctx))
                 closing.callback(only_here(functools.partial(run, observer.close)))
                 opened.append((f"{name} ($.observers[{i}])", observer))

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.errors import Problem
+from kvtier_core.errors import ConfigError, Problem
 from kvtier_core.interfaces import Medium
 from kvtier_core.storekit.folder import folders, nearest
 from kvtier_core.types import EnvSecret
@@ -33,8 +33,14 @@ def unsuitable(config: StackConfig, number: int) -> Iterator[Problem]:
     yield from unset_secrets(config, tier, path)
 
 
+def require_secrets(config: StackConfig, settings: Any, path: str) -> None:
+    """Raise ConfigError if the environment lacks a secret that these settings name."""
+    if problems := list(unset_secrets(config, settings, path)):
+        raise ConfigError(problems)
+
+
 def unset_secrets(config: StackConfig, settings: Any, path: str) -> Iterator[Problem]:
-    """A problem for each secret that a plugin's settings name and the environment does not have."""
+    """A problem for each secret that these settings name and the environment does not have."""
     for where, secret in _secrets(settings, path):
         if not os.environ.get(secret.variable):
             why = f"the environment variable {secret.variable} is not set"
@@ -53,3 +59,6 @@ def _secrets(settings: Any, path: str) -> Iterator[tuple[str, EnvSecret]]:
         for field in attrs.fields(type(settings)):
             own = isinstance(settings, ArenaTierConfig | StoreTierConfig) and field.name == "config"
             yield from _secrets(getattr(settings, field.name), path if own else f"{path}.{field.alias}")
+    elif isinstance(settings, tuple):
+        for number, each in enumerate(settings):
+            yield from _secrets(each, f"{path}[{number}]")

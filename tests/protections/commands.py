@@ -31,6 +31,13 @@ MUTANTS = (
         AGREES + "[two metrics at one port]",
     ),
     Mutant(
+        "an-engine-starts-without-a-salt-that-its-file-names",
+        "kvtier_core/engine/start/startup.py",
+        'require_secrets(config, config.requests, "$.requests")',
+        "pass",
+        AGREES + "[a salt that is not set]",
+    ),
+    Mutant(
         "a-check-takes-every-file-for-new",
         "kvtier_core/storekit/trial.py",
         "is_new = bool(flags & os.O_EXCL) or",

@@ -31,6 +31,13 @@ MUTANTS = (
         WORDS + "test_a_word_that_cannot_be_read_stores_nothing_and_is_logged_once",
     ),
     Mutant(
+        "one-salts-exception-is-everyones",
+        "kvtier_core/config/model.py",
+        "if each.cache_salt.value == cache_salt",
+        "if cache_salt",
+        WORDS + "test_an_operator_decides_by_salt",
+    ),
+    Mutant(
         "held-means-readable-now",
         KV_EVENTS,
         "self._media.keys() & place.held",

@@ -13,6 +13,7 @@ from kvtier_core.builtin import packed_slots
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.open import Runtime, log_warning, open_observers, open_stack, packs
 from kvtier_core.config.server_client import server_client, server_path
+from kvtier_core.config.suitable import require_secrets
 from kvtier_core.config.versions import own_version
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.engine.messages import Refusal, WorkerReport
@@ -92,6 +93,8 @@ class Engine:
             with collector:  # first: others may have their files in the folder of a tier
                 stack = self._open_stack(config, context, device)
                 undoing.callback(stack.close)
+            with collector:
+                require_secrets(config, config.requests, "$.requests")
             with collector:
                 observers = Observers(open_observers(config, context))
                 undoing.callback(observers.close)

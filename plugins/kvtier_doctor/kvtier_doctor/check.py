@@ -126,8 +126,8 @@ def _of_machine(config: StackConfig) -> Iterator[tuple[Problem, bool]]:
     for number, tier in enumerate(config.tiers):
         required = isinstance(tier, ArenaTierConfig) or tier.required
         yield from ((problem, required) for problem in unsuitable(config, number))
-    for i, observer in enumerate(config.observers):
-        yield from ((problem, True) for problem in unset_secrets(config, observer, f"$.observers[{i}]"))
+    for name in ("observers", "requests"):
+        yield from ((problem, True) for problem in unset_secrets(config, getattr(config, name), f"$.{name}"))
 
 
 def programs_not_found(config: StackConfig) -> Iterator[str]:

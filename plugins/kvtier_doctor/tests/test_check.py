@@ -34,6 +34,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.save_decode", "false", "default"],
         ["$.requests.store", "all", "default"],
         ["$.requests.load", "all", "default"],
+        ["$.requests.salts", "[]", "default"],
         ["$.identity.weights", "full", "default"],
         ["$.identity.ranks", "own", "default"],
         ["$.on_reset", "forget", "default"],

@@ -135,6 +135,7 @@ REFUSED = {
     "an unknown tier": file_of("{type: unknown}"),
     "an unknown observer": file_of(observers=["{type: unknown}"]),
     "a key that is not set": file_of(disk("store", seal_key="env:NOT_SET")),
+    "a salt that is not set": file_of(more=["requests: {salts: [{cache_salt: 'env:NOT_SET', store: no}]}"]),
     "a lossy codec that nobody measured": file_of(disk("store", serializer="fp8")),
     "a lossy codec that does not suit": file_of(disk("store", serializer="{type: int8, group: 7}", **UNMEASURED)),
     "chunks of a block and a half": file_of(more=["chunk_tokens: 24"]),

@@ -15,8 +15,9 @@ from servers.redis import one_server
 from sizes import LONG
 from test_serving import NOISE
 
-from kvtier_core.config.model import RequestsConfig
+from kvtier_core.config.model import RequestsConfig, SaltConfig
 from kvtier_core.interfaces import Medium
+from kvtier_core.types import EnvSecret
 from kvtier_vllm.requests.hints import UnreadWords, hints_of
 from kvtier_vllm.requests.words import WORDS, Words
 
@@ -233,3 +234,26 @@ def test_an_operator_decides_for_requests_that_say_nothing(engine):
         assert served.ask(asked, parameters={"kvtier.load": "all"})[0].cached == 2 * CHUNK
         assert held(served.manager.arenas) == {*keys_of(served, asked)}
         served.assert_at_rest()
+
+
+def test_an_operator_decides_by_salt(engine, monkeypatch):
+    monkeypatch.setenv("KVTIER_TEST_TENANT", "a tenant")
+    asked, salts = prompt(1, 2 * CHUNK + 3), [{"cache_salt": "env:KVTIER_TEST_TENANT", "store": "all"}]
+    with engine(cpu(requests={"store": "no", "load": "memory", "salts": salts})) as served:
+        for salt in (None, "another tenant"):
+            served.ask(asked, salt=salt)
+            assert not held(served.manager.arenas)
+        served.ask(asked, salt="a tenant", parameters={"kvtier.store": "no"})
+        assert not held(served.manager.arenas)
+        served.ask(asked, salt="a tenant")
+        assert len(held(served.manager.arenas)) == 2
+        assert [served.ask(asked, salt=salt)[0].cached for salt in ("a tenant", None)] == [2 * CHUNK, 0]
+        served.assert_at_rest()
+
+
+def test_the_first_salt_that_fits_counts_and_leaves_the_rest_as_it_is(monkeypatch):
+    monkeypatch.setenv("KVTIER_TEST_TENANT", "a tenant")
+    tenant = EnvSecret("KVTIER_TEST_TENANT")
+    said = RequestsConfig("no", "memory", salts=(SaltConfig(tenant, load="no"), SaltConfig(tenant, store="all")))
+    for salt, words in (("a tenant", ("no", "no")), ("another", ("no", "memory")), (None, ("no", "memory"))):
+        assert (said.of(salt).store, said.of(salt).load) == words

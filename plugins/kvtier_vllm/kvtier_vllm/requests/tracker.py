@@ -70,7 +70,8 @@ class RequestTracker:
         if tracked is None:
             traceparent = printable((request.trace_headers or {}).get("traceparent", ""))
             said = request.kv_transfer_params
-            identity, words = self._identifier.identify(request), Words.of(said, self._defaults)
+            identity = self._identifier.identify(request)
+            words = Words.of(said, self._defaults.of(request.cache_salt))
             tracked = _Tracked(request, identity, hints_of(request), traceparent, words)
             if self._reads_handovers:
                 tracked.continued_elsewhere = is_continued_elsewhere(said)
