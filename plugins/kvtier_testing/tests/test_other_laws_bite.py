@@ -602,6 +602,11 @@ class DoesNotSayWhetherItLoses(PlantedSerializer):
     lossless: ClassVar[None] = None
 
 
+class OpensNothing(PlantedSerializer):
+    def open(self, ctx):
+        return None
+
+
 class HidesAnOption(PlantedSerializer):
     """What changes the encoding is no field."""
 
@@ -706,6 +711,7 @@ BUGS = {
     TestSerializer: [
         (PassesForRaw(), "test_the_codec_is_named"),
         (DoesNotSayWhetherItLoses(), "test_the_codec_is_named"),
+        (OpensNothing(), "test_a_payload_comes_back_in_full"),
         (HidesAnOption(), "test_other_options_are_another_codec"),
         (NamesNoOtherOptions(), "test_other_options_are_another_codec"),
         (PlantedSerializer("BoundIsNone"), "test_the_bound_is_a_bound"),

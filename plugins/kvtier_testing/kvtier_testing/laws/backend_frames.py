@@ -20,9 +20,14 @@ def read(backend: Backend, key: ChunkKey, nbytes: int) -> bytes:
     """The frame of a key; empty if it is a miss."""
     into = memoryview(bytearray(nbytes))
     (count,) = backend.read([key], [into])
+    return bytes(_filled(into, count))
+
+
+def _filled(view: memoryview, count: int | BackendError) -> memoryview:
+    """What a read left in a view."""
     if isinstance(count, BackendError):
         raise AssertionError(f"cannot read a frame that was written whole: {count}") from count
-    return bytes(into[:count])
+    return view[:count]
 
 
 def listed(backend: Backend) -> Iterator[tuple[ChunkKey, int]]:
@@ -63,7 +68,7 @@ def soak(backend: Backend, seed: int) -> None:
             case "read":
                 into = [memoryview(bytearray(8 * FRAME_ALIGNMENT)) for _ in batch]
                 counts = backend.read(batch, into)
-                got = [view[:count] for view, count in zip(into, counts, strict=True)]
+                got = [_filled(view, count) for view, count in zip(into, counts, strict=True)]
                 assert same(got, [held.get(key, b"") for key in batch]), (
                     "of four threads, each with keys of its own, one read other bytes than it had written"
                 )

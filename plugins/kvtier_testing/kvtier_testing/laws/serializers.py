@@ -297,7 +297,9 @@ class SerializerLaws(Laws[SerializerConfig]):
 
 def open_serializer(config: SerializerConfig, layout: ChunkLayout) -> Serializer:
     """A new instance for chunks of this layout."""
-    return config.open(make_context(layout=layout))
+    serializer = config.open(make_context(layout=layout))
+    assert serializer is not None, "open() returned None: payloads are stored as they are, and there is nothing to try"
+    return serializer
 
 
 def _pausing() -> Callable[..., Any]:
