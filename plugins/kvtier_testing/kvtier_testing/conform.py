@@ -85,7 +85,7 @@ def _law(case: ElementTree.Element) -> dict[str, str]:
     outcome, why = "kept", ""
     for found in case:
         if found.tag in ("failure", "error"):
-            outcome, why = "broken", (found.text or found.get("message", "")).strip()
+            outcome, why = "broken", (found.text or found.get("message") or "").strip()
         elif found.tag == "skipped":
             outcome, why = "not tried", found.get("message", "")
     return {"name": case.get("name", ""), "outcome": outcome, "why": why}

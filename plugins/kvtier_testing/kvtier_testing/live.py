@@ -26,7 +26,7 @@ from kvtier_core.errors import BackendError, Gone
 from kvtier_core.interfaces import BackendConfig, OpenContext, SerializerConfig, SupportsNamespaces, SupportsWalk
 from kvtier_core.types import ChunkKey, Namespace, Nbytes
 from kvtier_testing.laws.arenas import ArenaLaws
-from kvtier_testing.laws.backend_calls import HOSTILE_KEYS
+from kvtier_testing.laws.backend_calls import HOSTILE_KEYS, BackendCallLaws
 from kvtier_testing.laws.backends import BackendLaws
 from kvtier_testing.laws.base import Laws, laws_of
 from kvtier_testing.laws.serializers import SerializerLaws
@@ -117,7 +117,7 @@ def throughput(tier: StoreTierConfig) -> dict[str, float]:
     frames = [make_frame(key, _FRAME_NBYTES) for key in keys]
     into = [memoryview(bytearray(_FRAME_NBYTES)) for _ in keys]
 
-    def rate(call: Callable[[list[ChunkKey], list[memoryview]], Sequence], views: list[memoryview]) -> float:
+    def rate(call: Callable[[list[ChunkKey], list[memoryview]], Sequence[object]], views: list[memoryview]) -> float:
         begin = time.perf_counter()
         moved = threads.map(lambda key, view: call([key], [view])[0] in (None, _FRAME_NBYTES), keys, views)
         return sum(moved) * _FRAME_NBYTES / (time.perf_counter() - begin) / 1e9
@@ -175,7 +175,7 @@ def _own(tier: StoreTierConfig, config: BackendConfig, ctx: OpenContext, run: st
     )
 
 
-class _LiveStore:
+class _LiveStore(BackendCallLaws):
     """Another namespace for each law, and nothing left in it."""
 
     tier: ClassVar[StoreTierConfig]

@@ -70,7 +70,7 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvtier-proxy")
         self._changed = asyncio.Event()  # set, and replaced, when the link changes
-        self._running: dict[asyncio.Task, _Connection] = {}
+        self._running: dict[asyncio.Task[None], _Connection] = {}
         self._listener: socket.socket | None = None
         self._reserved: socket.socket | None = None
 

@@ -44,10 +44,7 @@ def pytest_runtest_makereport(
     if report.failed and call.when == "call" and isinstance(item, pytest.Function) and item.cls is not None:
         from kvtier_testing.laws.base import Laws, explanation, laws_of
 
-        if (
-            issubclass(item.cls, Laws)
-            and item.originalname in laws_of(item.cls)
-            and hasattr(report.longrepr, "addsection")
-        ):
-            report.longrepr.addsection("the law", explanation(item.cls, item.originalname))
+        add = getattr(report.longrepr, "addsection", None)
+        if issubclass(item.cls, Laws) and item.originalname in laws_of(item.cls) and add is not None:
+            add("the law", explanation(item.cls, item.originalname))
     return report

@@ -123,7 +123,7 @@ def _children() -> Iterator[tuple[int, str]]:
                     yield child, f"{child} ({Path(f'/proc/{child}/comm').read_text('utf-8', 'replace').strip()})"
 
 
-def _shared_mappings() -> Iterator[tuple[tuple, str]]:
+def _shared_mappings() -> Iterator[tuple[tuple[int, int, str, str], str]]:
     for start, end, fields, path in _mappings():
         if fields[1].startswith("rw") and "s" in fields[1]:
             yield (start, end, fields[3], fields[4]), path

@@ -56,7 +56,7 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
 
     # -- slots -------------------------------------------------------------------------------------
 
-    def test_slots_are_as_promised(self, tmp_path: Path):
+    def test_slots_are_as_promised(self, tmp_path: Path) -> None:
         """There are as many slots as fit into the capacity, each as long as the context says.
 
         Otherwise kvtier would refuse the arena and the engine serve without it, or part of the memory would never be
@@ -74,7 +74,7 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
                 taken = memory.slots * memory.slot_nbytes
                 assert taken <= capacity, f"all slots fit into the capacity of {capacity} bytes; they take {taken}"
 
-    def test_no_room_for_one_slot_is_an_error(self, tmp_path: Path):
+    def test_no_room_for_one_slot_is_an_error(self, tmp_path: Path) -> None:
         """A capacity below one slot is a BackendError, or a ConfigError whose paths begin at ``$``, the tier.
 
         Otherwise the user would see the plugin's traceback, not the setting that is too small.
@@ -92,7 +92,7 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
             return
         raise AssertionError("open() with less capacity than one slot takes raises BackendError or ConfigError")
 
-    def test_views_are_writable_aligned_and_apart(self, tmp_path: Path):
+    def test_views_are_writable_aligned_and_apart(self, tmp_path: Path) -> None:
         """The view of a slot is writable, aligned to FRAME_ALIGNMENT, and shares no byte with another one.
 
         Otherwise two chunks would overwrite each other: KV of one request in the answer to another. And a store that
@@ -112,7 +112,7 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
                     f"slot {slot} has not the bytes that were written to it: two slots share memory"
                 )
 
-    def test_many_slots_are_apart(self, tmp_path: Path):
+    def test_many_slots_are_apart(self, tmp_path: Path) -> None:
         """There may be more slots than a byte counts: a slot number that is cut names another slot's memory.
 
         Otherwise two chunks of a large arena would lie in one place, and each be served for the other.
@@ -125,7 +125,7 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
                 found = [int.from_bytes(memory.view(slot)[:4]), int.from_bytes(memory.view(slot)[-4:])]
                 assert found == [slot, slot], f"slot {slot} of {memory.slots} shares memory with slots {found}"
 
-    def test_what_is_shared_is_the_slots(self, tmp_path: Path):
+    def test_what_is_shared_is_the_slots(self, tmp_path: Path) -> None:
         """The file of an arena with SupportsSharing holds all slots side by side, from its first byte on.
 
         Otherwise an engine of `kvtier serve` would copy to memory that is not the server's, or to another slot.
@@ -139,7 +139,7 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
                     found = mapped[slot * memory.slot_nbytes : (slot + 1) * memory.slot_nbytes]
                     assert same(found, memory.view(slot)), f"slot {slot} is not where it should be in the file"
 
-    def test_two_arenas_share_nothing(self, tmp_path: Path):
+    def test_two_arenas_share_nothing(self, tmp_path: Path) -> None:
         """Two engines of a node with one configuration do not see each other's slots, nor each other's end.
 
         Otherwise one engine would serve the KV of the other, perhaps of another model, or lose its memory when that one
@@ -155,7 +155,7 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
             theirs.close()
             assert is_poison(ours.view(0)), "an arena changed when another one was closed"
 
-    def test_memory_is_there_when_open_returns(self, tmp_path: Path):
+    def test_memory_is_there_when_open_returns(self, tmp_path: Path) -> None:
         """`open` takes all memory: in a file with holes, the first touch of a page may end the process by SIGBUS.
 
         Otherwise the engine would be killed while it serves, long after it started well.
@@ -169,7 +169,7 @@ class ArenaMemoryLaws(StoreLaws[ArenaConfig]):
                 "open() must have all memory, or raise"
             )
 
-    def test_handle_is_plain_text(self, tmp_path: Path):
+    def test_handle_is_plain_text(self, tmp_path: Path) -> None:
         """The handle is text that goes through JSON unchanged.
 
         Otherwise the engine's workers could not be told where the arena is, and nothing would be served.

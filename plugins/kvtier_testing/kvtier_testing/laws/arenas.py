@@ -28,7 +28,7 @@ class ArenaLaws(ArenaMemoryLaws):
 
     # -- attaching ---------------------------------------------------------------------------------
 
-    def test_attach_raises_backend_error_when_it_cannot(self, tmp_path: Path):
+    def test_attach_raises_backend_error_when_it_cannot(self, tmp_path: Path) -> None:
         """`attach` to a closed arena, or to pages of an unknown device, raises BackendError.
 
         Otherwise a worker would copy to memory that is not the arena's, or the engine would end with a traceback
@@ -44,7 +44,7 @@ class ArenaLaws(ArenaMemoryLaws):
     # -- pages -------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("seed", _SEEDS)
-    def test_store_gathers_exact_bytes(self, tmp_path: Path, seed: int):
+    def test_store_gathers_exact_bytes(self, tmp_path: Path, seed: int) -> None:
         """A shard holds, layer after layer, the chunk's pages in token order; the place of a NO_BLOCK is untouched.
 
         Otherwise the arena would hold KV in another order than the engine reads. The seal covers these bytes, so no
@@ -54,7 +54,7 @@ class ArenaLaws(ArenaMemoryLaws):
             _must_gather(engine, *engine.choose())
 
     @pytest.mark.parametrize("seed", _SEEDS)
-    def test_sums_are_of_what_was_stored(self, tmp_path: Path, seed: int):
+    def test_sums_are_of_what_was_stored(self, tmp_path: Path, seed: int) -> None:
         """A mover need not sum. The checksums of one that does are of its shards, holes and all.
 
         Otherwise every chunk that comes back from a store tier would count as damaged, and be computed again.
@@ -71,7 +71,7 @@ class ArenaLaws(ArenaMemoryLaws):
             )
 
     @pytest.mark.parametrize("seed", _SEEDS)
-    def test_load_scatters_exact_bytes(self, tmp_path: Path, seed: int):
+    def test_load_scatters_exact_bytes(self, tmp_path: Path, seed: int) -> None:
         """A load fills the wanted pages; their neighbours, their padding and the slots stay as they are.
 
         Otherwise the engine would compute on the KV of another prompt, or another request's KV would be overwritten:
@@ -80,7 +80,7 @@ class ArenaLaws(ArenaMemoryLaws):
         with self.engine(tmp_path, seed) as engine:
             _must_scatter(engine, *engine.choose())
 
-    def test_what_is_stored_is_loaded(self, tmp_path: Path):
+    def test_what_is_stored_is_loaded(self, tmp_path: Path) -> None:
         """One mover loads into other pages the slots that another one stored.
 
         Otherwise a prompt that one worker stored would come back as other KV once the engine has moved its blocks.
@@ -101,7 +101,7 @@ class ArenaLaws(ArenaMemoryLaws):
                         "was loaded"
                     )
 
-    def test_each_group_has_its_own_blocks(self, tmp_path: Path):
+    def test_each_group_has_its_own_blocks(self, tmp_path: Path) -> None:
         """Of two groups with blocks of other lengths, each layer gets the pages of its own group.
 
         Otherwise in a model with several kinds of attention, layers of one kind would be given the KV of another.
@@ -109,7 +109,7 @@ class ArenaLaws(ArenaMemoryLaws):
         groups = [make_group((512, 1024)), make_group((768,), name="group 1", block_tokens=8)]
         self._comes_back(tmp_path, ChunkLayout(groups, 32), part=0)
 
-    def test_each_part_has_its_own_groups(self, tmp_path: Path):
+    def test_each_part_has_its_own_groups(self, tmp_path: Path) -> None:
         """A slot holds one part of a chunk: the layers of its groups and no others, the last pages of the chunk.
 
         Otherwise a hybrid model would continue a prompt with the states or windows of other tokens.
@@ -128,14 +128,14 @@ class ArenaLaws(ArenaMemoryLaws):
             _must_gather(engine, slots, pages)
             _must_scatter(engine, slots, pages)
 
-    def test_ranks_do_not_meet(self, tmp_path: Path):
+    def test_ranks_do_not_meet(self, tmp_path: Path) -> None:
         """Each rank stores to its own shard of a slot and loads from it, and touches no other.
 
         Otherwise with tensor parallelism one rank would compute on the heads of another.
         """
         self._each_has_its_shard(tmp_path, make_layout(ranks=3))
 
-    def test_stages_have_layers_of_their_own(self, tmp_path: Path):
+    def test_stages_have_layers_of_their_own(self, tmp_path: Path) -> None:
         """Two pipeline stages of two ranks: the first has one layer, the second two.
 
         Otherwise with pipeline parallelism a stage would be given the KV of layers that it does not have.
@@ -143,7 +143,7 @@ class ArenaLaws(ArenaMemoryLaws):
         groups = [make_group((512, 1024, 768))]
         self._each_has_its_shard(tmp_path, ChunkLayout(groups, 64, ranks=4, stages=((1,), (2,))))
 
-    def test_ranks_with_the_same_bytes_share_a_shard(self, tmp_path: Path):
+    def test_ranks_with_the_same_bytes_share_a_shard(self, tmp_path: Path) -> None:
         """Of two ranks with the same bytes one stores the shard, and both load it.
 
         Otherwise with latent attention a rank would load what nobody stored, or a slot would be too small for its
@@ -180,7 +180,7 @@ class ArenaLaws(ArenaMemoryLaws):
 
     # -- packed shards -----------------------------------------------------------------------------
 
-    def test_packed_shards_hold_their_pages(self, tmp_path: Path):
+    def test_packed_shards_hold_their_pages(self, tmp_path: Path) -> None:
         """Where the layout packs shards, a NO_BLOCK is packed as zeros, and pages come back as they were.
 
         Otherwise the engine would compute on other KV than that of its prompt.
@@ -210,7 +210,7 @@ class ArenaLaws(ArenaMemoryLaws):
             _must_succeed(engine, 2)
             assert same(shard_of(engine.pages, shard, elsewhere), held[0]), "a load gave other pages than were stored"
 
-    def test_pages_that_do_not_pack_leave_their_slot_unfilled(self, tmp_path: Path):
+    def test_pages_that_do_not_pack_leave_their_slot_unfilled(self, tmp_path: Path) -> None:
         """A store of pages that do not fit when packed is not ok, and it says which slots are filled.
 
         Otherwise a chunk would be served of which a part is missing, or no chunk of the job would be.
@@ -245,7 +245,7 @@ class ArenaLaws(ArenaMemoryLaws):
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    def test_every_job_is_reported_once(self, tmp_path: Path):
+    def test_every_job_is_reported_once(self, tmp_path: Path) -> None:
         """`finished` reports each job that began, exactly once.
 
         Otherwise a request would wait for its load until the engine gives up, or a slot would be reused while a job
@@ -272,7 +272,7 @@ class ArenaLaws(ArenaMemoryLaws):
             again = list(engine.mover.finished())
             assert again == [], f"finished() reports jobs again: {again}"
 
-    def test_wait_frees_the_pages(self, tmp_path: Path):
+    def test_wait_frees_the_pages(self, tmp_path: Path) -> None:
         """After `wait` the engine may overwrite the pages; the job is still to be reported.
 
         Otherwise pages of a preempted request would be overwritten while they are stored: one chunk with the KV of two
@@ -292,7 +292,7 @@ class ArenaLaws(ArenaMemoryLaws):
             )
             engine.mover.wait([5])
 
-    def test_mover_closes_twice(self, tmp_path: Path):
+    def test_mover_closes_twice(self, tmp_path: Path) -> None:
         """`close` of a mover may be called twice.
 
         Otherwise an engine that ends for another reason would end with a traceback of the plugin's instead.

@@ -17,15 +17,18 @@ from kvtier_testing.laws.base import StoreLaws
 from kvtier_testing.samples import Poisoned, make_context, make_frame, make_key, make_keys, make_namespace, same
 
 HOSTILE_KEYS = [
-    bytes(KEY_NBYTES),
-    b"\xff" * KEY_NBYTES,
-    b"/.." * 10 + b"//",
-    b"../" * 10 + b"\0\0",
-    b"\n" * KEY_NBYTES,
-    b"key with spaces, * ? [ ] { } : ".ljust(KEY_NBYTES, b"%"),
-    b"KEY".ljust(KEY_NBYTES, b"a"),
-    b"key".ljust(KEY_NBYTES, b"a"),
-    b"key".ljust(KEY_NBYTES, b"A"),
+    ChunkKey(key)
+    for key in (
+        bytes(KEY_NBYTES),
+        b"\xff" * KEY_NBYTES,
+        b"/.." * 10 + b"//",
+        b"../" * 10 + b"\0\0",
+        b"\n" * KEY_NBYTES,
+        b"key with spaces, * ? [ ] { } : ".ljust(KEY_NBYTES, b"%"),
+        b"KEY".ljust(KEY_NBYTES, b"a"),
+        b"key".ljust(KEY_NBYTES, b"a"),
+        b"key".ljust(KEY_NBYTES, b"A"),
+    )
 ]
 
 
@@ -60,7 +63,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
 
     # -- bytes -------------------------------------------------------------------------------------
 
-    def test_bytes_read_are_bytes_written(self, tmp_path: Path):
+    def test_bytes_read_are_bytes_written(self, tmp_path: Path) -> None:
         """A frame comes back as the bytes that were written, whatever its length and wherever its views begin.
 
         Otherwise every such frame would fail verification: the tier would fill and never serve a hit.
@@ -80,7 +83,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
                     assert same(room.view, frames[i]), f"a frame of {sizes[i]} bytes came back as other bytes"
                     assert room.untouched_beyond(sizes[i]), f"a read of {sizes[i]} bytes wrote outside its view"
 
-    def test_only_the_given_view_is_touched(self, tmp_path: Path):
+    def test_only_the_given_view_is_touched(self, tmp_path: Path) -> None:
         """A read writes to the returned length of its view alone: not beside it, not behind it, nowhere for a miss.
 
         Otherwise the KV of another chunk, verified already, would be overwritten: slots lie side by side in an arena.
@@ -94,9 +97,9 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
                 expected = [0, 2 * FRAME_ALIGNMENT]
                 assert counts == expected, f"a miss and a hit are {expected}; read() returned {counts}"
                 assert into[0].untouched_beyond(0), "a read that is a miss wrote into its view, or beside it"
-                assert into[1].untouched_beyond(counts[1]), "a read wrote beyond the length that it returned"
+                assert into[1].untouched_beyond(expected[1]), "a read wrote beyond the length that it returned"
 
-    def test_misses_stay_in_place(self, tmp_path: Path):
+    def test_misses_stay_in_place(self, tmp_path: Path) -> None:
         """Answers come in the order of the keys, one for each.
 
         Otherwise the engine would read frames of other keys than it asked for, and delete each of them as damaged.
@@ -112,12 +115,12 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             assert counts == expected, f"read() returns for each key its bytes or 0, {expected}; it returned {counts}"
             found = list(backend.contains(keys))
             assert found == present, f"contains() returns an answer for each key, {present}; it returned {found}"
-            for key, room, count in zip(keys, into, counts, strict=True):
+            for key, room, count in zip(keys, into, expected, strict=True):
                 assert room.untouched_beyond(count), "a read wrote beyond the length that it returned"
                 damage = damage_of(room.view, key, make_namespace()) if count else ""
                 assert not damage, f"among hits and misses a view holds {damage}"
 
-    def test_a_view_too_small_is_a_miss(self, tmp_path: Path):
+    def test_a_view_too_small_is_a_miss(self, tmp_path: Path) -> None:
         """A frame that is longer than its view is a miss, and nothing is written outside the view.
 
         Otherwise frames of another layout would overwrite the next slot: the KV of another chunk.
@@ -130,7 +133,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             assert counts == [0], f"a frame longer than its view is a miss, [0]; read() returned {counts}"
             assert small.untouched_beyond(2 * FRAME_ALIGNMENT), "a frame longer than its view was read beyond the view"
 
-    def test_no_view_is_kept(self, tmp_path: Path):
+    def test_no_view_is_kept(self, tmp_path: Path) -> None:
         """A backend uses a view only until its call returns: then the arena reuses the slot.
 
         Otherwise the store would take in the KV of another chunk, or overwrite it in its slot.
@@ -150,7 +153,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             assert same(target, expected), "what the caller did to its buffer after the write reached the store"
             release_view(view, target)
 
-    def test_an_overwrite_gives_the_new_bytes(self, tmp_path: Path):
+    def test_an_overwrite_gives_the_new_bytes(self, tmp_path: Path) -> None:
         """A write replaces the frame that its key has, by a shorter or a longer one.
 
         Otherwise a damaged frame could never be replaced by a good one.
@@ -165,12 +168,12 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
 
     # -- keys --------------------------------------------------------------------------------------
 
-    def test_keys_are_any_32_bytes(self, tmp_path: Path):
+    def test_keys_are_any_32_bytes(self, tmp_path: Path) -> None:
         """Keys are opaque: zeros, slashes, newlines, upper and lower case all make different keys.
 
         Otherwise two prompts would overwrite each other's frame, or a key would name a file outside the store.
         """
-        keys = [ChunkKey(key) for key in HOSTILE_KEYS]
+        keys = list(HOSTILE_KEYS)
         frames = [make_frame(key, nbytes=2 * FRAME_ALIGNMENT, seed=i) for i, key in enumerate(keys)]
         with self.opened(tmp_path) as backend:
             early = [key for key, there in zip(keys, backend.contains(keys), strict=True) if there]
@@ -180,9 +183,9 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             assert not lost, f"contains() does not find keys that were written: {lost}"
             for key, written in zip(keys, frames, strict=True):
                 found = read(backend, key, self.layout.frame_nbytes)
-                assert same(found, written), f"the frame of key {key} came back as another one"
+                assert same(found, written), f"the frame of key {key!r} came back as another one"
 
-    def test_deleted_is_gone(self, tmp_path: Path):
+    def test_deleted_is_gone(self, tmp_path: Path) -> None:
         """A deleted or erased key is not found, the others are; and to delete a key that is absent is no error.
 
         Otherwise the tier would count room as free that is in use, and the store would outgrow its capacity.
@@ -196,7 +199,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
                 getattr(backend, call)([deleted])
                 self._must_be_gone(backend, deleted, kept, never, f"{call}()")
 
-    def test_what_is_quarantined_is_gone(self, tmp_path: Path):
+    def test_what_is_quarantined_is_gone(self, tmp_path: Path) -> None:
         """After `quarantine` a key is not found, and a new frame can be written under it.
 
         Otherwise a damaged frame would be read, verified and thrown away by every request that names it.
@@ -214,7 +217,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
                 found = read(backend, key, self.layout.frame_nbytes)
                 assert same(found, self.frame(key)), f"a frame {what} is lost or another one"
 
-    def test_a_frame_that_cannot_be_read_fails_alone(self, tmp_path: Path):
+    def test_a_frame_that_cannot_be_read_fails_alone(self, tmp_path: Path) -> None:
         """A frame that cannot be read fails alone in its batch, and the next write replaces it.
 
         Otherwise one bad sector would make the whole tier count as broken, and not be called for a while.
@@ -244,7 +247,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             found = read(backend, spoiled, self.layout.frame_nbytes)
             assert same(found, self.frame(spoiled)), "a key whose frame could not be read cannot be written again"
 
-    def test_an_empty_batch_is_nothing(self, tmp_path: Path):
+    def test_an_empty_batch_is_nothing(self, tmp_path: Path) -> None:
         """Without keys a call does nothing and answers nothing.
 
         Otherwise a tier with an empty batch would count an error of the store, and rest after a few of them.
@@ -255,7 +258,7 @@ class BackendCallLaws(StoreLaws[BackendConfig]):
             answers = [list(backend.contains([])), list(backend.read([], []))]
             assert answers == [[], []], f"for no keys contains() and read() return no answers; they returned {answers}"
 
-    def test_two_namespaces_never_meet(self, tmp_path: Path):
+    def test_two_namespaces_never_meet(self, tmp_path: Path) -> None:
         """A frame of one namespace is neither found nor changed from another.
 
         Otherwise an engine would find frames of another model under its own keys and delete them as damaged, and the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class BackendLaws(DirectReadLaws):
     can be made to fail or to wait: the laws about that are skipped otherwise.
     """
 
-    def test_a_shared_backend_is_tried_as_one(self, tmp_path: Path):
+    def test_a_shared_backend_is_tried_as_one(self, tmp_path: Path) -> None:
         """A backend with `shared = True` is tried by `SharedBackendLaws`.
 
         Otherwise engines would share a store of which nobody has seen that it can be shared.
@@ -47,7 +47,7 @@ class BackendLaws(DirectReadLaws):
 
     # -- lives -------------------------------------------------------------------------------------
 
-    def test_scan_finds_what_survived(self, tmp_path: Path):
+    def test_scan_finds_what_survived(self, tmp_path: Path) -> None:
         """`scan` names every frame that survived, with its bytes, oldest first, and nothing else.
 
         Otherwise a restarted engine would compute what it has stored, or its tier would exceed its capacity by frames
@@ -69,7 +69,7 @@ class BackendLaws(DirectReadLaws):
             lost = [i for i in survivors if read(backend, keys[i], self.layout.frame_nbytes) != frames[i]]
             assert not lost, f"{len(lost)} of {len(survivors)} frames that scan() names cannot be read as written"
 
-    def test_a_scan_may_race_with_a_delete(self, tmp_path: Path):
+    def test_a_scan_may_race_with_a_delete(self, tmp_path: Path) -> None:
         """A `scan` may name a frame that is deleted meanwhile, or not; nothing fails.
 
         Otherwise a tier that makes room as it opens would sometimes fail to open, and the engine would serve without
@@ -88,7 +88,7 @@ class BackendLaws(DirectReadLaws):
                     _must_name(listed(backend), keys, nbytes)
                 others.result()
 
-    def test_a_killed_writer_leaves_no_torn_frame(self, tmp_path: Path):
+    def test_a_killed_writer_leaves_no_torn_frame(self, tmp_path: Path) -> None:
         """When a process is killed in a write, each key has its whole frame or none.
 
         Otherwise lookups would find torn frames, which are read and thrown away for their checksums: time and room for
@@ -108,7 +108,7 @@ class BackendLaws(DirectReadLaws):
                     damage = damage_of(whole, key, make_namespace())
                     assert not damage, f"a writer that was killed left a torn frame: {damage}"
 
-    def test_what_other_namespaces_left_counts_against_the_capacity(self, tmp_path: Path):
+    def test_what_other_namespaces_left_counts_against_the_capacity(self, tmp_path: Path) -> None:
         """A tier counts its own frames; the store must remove those that another model left.
 
         Otherwise each change of the model, or of vLLM, would leave a capacity's worth of unread frames, until the store
@@ -129,7 +129,7 @@ class BackendLaws(DirectReadLaws):
                 f"had closed, {nbytes} bytes of frames lay in the store: frames of other namespaces must make room"
             )
 
-    def test_only_backend_error_escapes(self, tmp_path: Path):
+    def test_only_backend_error_escapes(self, tmp_path: Path) -> None:
         """A call of a closed backend raises BackendError or answers.
 
         Otherwise kvtier could not tell a store that fails from a broken plugin, and would give up the tier.
@@ -137,13 +137,14 @@ class BackendLaws(DirectReadLaws):
         key = make_key(0)
         with self.opened(tmp_path) as backend:
             backend.write([key], [self.frame(key)])
-        for call, use in {
+        calls: dict[str, Callable[[], object]] = {
             "contains": lambda: backend.contains([key]),
             "read": lambda: backend.read([key], [Poisoned(self.layout.frame_nbytes).view]),
             "write": lambda: backend.write([key], [self.frame(key)]),
             "delete": lambda: backend.delete([key]),
             "scan": lambda: list(listed(backend)),
-        }.items():
+        }
+        for call, use in calls.items():
             try:
                 use()
             except BackendError:
@@ -154,7 +155,7 @@ class BackendLaws(DirectReadLaws):
 
     # -- threads -----------------------------------------------------------------------------------
 
-    def test_threads_at_once(self, tmp_path: Path):
+    def test_threads_at_once(self, tmp_path: Path) -> None:
         """Calls run at the same time on several threads, but never two for one key.
 
         Otherwise frames would be mixed or lost under load. Checksums find that: stored prompts would be computed again,
@@ -164,7 +165,7 @@ class BackendLaws(DirectReadLaws):
             for one in [threads.submit(soak, backend, seed) for seed in range(4)]:
                 one.result()
 
-    def test_a_slow_read_does_not_block_others(self, tmp_path: Path):
+    def test_a_slow_read_does_not_block_others(self, tmp_path: Path) -> None:
         """While the read of one frame is slow, a bad sector or a slow link, frames of other keys are served.
 
         Otherwise one slow frame would hold up every request that the tier could serve, until each gives up and

@@ -84,7 +84,7 @@ class Laws(Generic[Config]):
         if reason is not None:
             pytest.skip(reason)
 
-    def test_import_is_light(self, tmp_path: Path):
+    def test_import_is_light(self, tmp_path: Path) -> None:
         """Every process of an engine imports an installed plugin, used or not: no large module, no thread.
 
         Otherwise every engine on the node would start later and take more memory; and a thread that runs when an engine
@@ -115,7 +115,7 @@ class StoreLaws(Laws[Config]):
         """Open the store, use it and close it. Returns the files that must be gone then."""
         raise NotImplementedError
 
-    def test_facts_are_plain_words(self, tmp_path: Path):
+    def test_facts_are_plain_words(self, tmp_path: Path) -> None:
         """`facts()` maps text to text.
 
         Otherwise the engine's log could not say what became of the user's settings.
@@ -126,7 +126,7 @@ class StoreLaws(Laws[Config]):
                 f"facts() maps text to text; it returned {facts}"
             )
 
-    def test_close_twice(self, tmp_path: Path):
+    def test_close_twice(self, tmp_path: Path) -> None:
         """`close` may be called twice.
 
         Otherwise an engine that ends for another reason would end with a traceback of the plugin's instead.
@@ -134,7 +134,7 @@ class StoreLaws(Laws[Config]):
         with self.opened(tmp_path) as store:
             store.close()
 
-    def test_close_gives_everything_back(self, tmp_path: Path):
+    def test_close_gives_everything_back(self, tmp_path: Path) -> None:
         """`close` releases descriptors, threads, child processes, shared memory, and the files of an arena.
 
         Otherwise a process that opens stores again and again would run out of descriptors, and the node would lose the

@@ -36,7 +36,8 @@ class _Worker:
         digest = (namespace or make_namespace()).digest
         located = self.store.locate(keys)
         assert None not in located, "locate() does not know a frame that was written"
-        return [StoredFrame("tier", *each, digest) for each in zip(located, named or keys, strict=True) if each[0]]
+        pairs = zip(located, named or keys, strict=True)
+        return [StoredFrame("tier", location, key, digest) for location, key in pairs if location]
 
     def load(self, frames: Sequence[StoredFrame]) -> DirectLoad:
         """Load frames, and wait for the end."""
@@ -59,7 +60,7 @@ def _can_be_sent(value: object) -> bool:
 class DirectReadLaws(BackendCallLaws):
     """Skipped where frames pass through the slots of an arena."""
 
-    def test_workers_read_a_frame_by_themselves(self, tmp_path: Path):
+    def test_workers_read_a_frame_by_themselves(self, tmp_path: Path) -> None:
         """A reader loads the frame that `locate` found until its key is deleted or written again; an absent key has no
         location.
 
@@ -86,7 +87,7 @@ class DirectReadLaws(BackendCallLaws):
                     "the pages have other bytes than the frame that was located there, which is still stored"
                 )
 
-    def test_a_reader_brings_nothing_that_is_not_the_frame(self, tmp_path: Path):
+    def test_a_reader_brings_nothing_that_is_not_the_frame(self, tmp_path: Path) -> None:
         """A frame of another key or namespace, or a damaged one, fails its load with a reason, and touches no page.
 
         Otherwise a request would go on with the KV of another prompt: fluent, wrong answers.

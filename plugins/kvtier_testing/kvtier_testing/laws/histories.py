@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
 from kvtier_core.types import ChunkKey
@@ -18,7 +18,7 @@ KEYS = make_keys(12)
 NBYTES = 4096
 
 #: A move (``request``, ``admit``, ``forget``, ``evict``) and the numbers of its keys, or how many are to be evicted.
-Step = tuple[str, int | Sequence[int]]
+Step = tuple[Literal["request"], Sequence[int]] | tuple[Literal["admit", "forget", "evict"], int]
 
 
 def live(policy: EvictionPolicy, held: set[ChunkKey], step: Step, now: float) -> None:

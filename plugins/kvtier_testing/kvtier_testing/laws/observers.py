@@ -58,7 +58,7 @@ class ObserverLaws(Laws[ObserverConfig]):
         finally:
             _aside(observer.close)
 
-    def test_every_event_is_told_once_and_in_order(self, tmp_path: Path):
+    def test_every_event_is_told_once_and_in_order(self, tmp_path: Path) -> None:
         """Each event is passed on once, in the order in which it was observed, whatever the batches.
 
         Otherwise sums would not add up, and a log would say that a chunk left before it came.
@@ -69,7 +69,7 @@ class ObserverLaws(Laws[ObserverConfig]):
                 _observe(observer, batch)
             self._must_have_told(self.told(tmp_path, observer), events)
 
-    def test_any_event_is_taken(self, tmp_path: Path):
+    def test_any_event_is_taken(self, tmp_path: Path) -> None:
         """An observer takes any kind of event, also of a later release, any text, no keys and thousands.
 
         Otherwise the first such event would raise, and the engine would drop the observer until its next start.
@@ -80,7 +80,7 @@ class ObserverLaws(Laws[ObserverConfig]):
             *(Event(kind, "disk", usage=usage if kind is EventKind.USAGE else None) for kind in EventKind),
             *(Event(kind, "disk", keys, 1 << 62, "for room", 1e-9, 1 << 40) for kind in EventKind),
             Event(EventKind.IO_ERROR, "disk#2", why='no "room"\n\\ in \x00 \ud800 the \u2028 house' * 100),
-            Event(_Newer.KIND, "disk", keys[:1]),
+            Event(_Newer.KIND, "disk", keys[:1]),  # type: ignore[arg-type]  # not a kind of this release
             Event(EventKind.READ, "disk", seconds=float("inf")),
         ]
         with self.opened(tmp_path) as observer:
@@ -91,7 +91,7 @@ class ObserverLaws(Laws[ObserverConfig]):
                     error.add_note(f"while it observed {event.kind}")
                     raise
 
-    def test_events_stay_as_they_are(self, tmp_path: Path):
+    def test_events_stay_as_they_are(self, tmp_path: Path) -> None:
         """An observer changes no event: all observers are shown the same objects.
 
         Otherwise another observer would learn of events that never happened.
@@ -102,13 +102,13 @@ class ObserverLaws(Laws[ObserverConfig]):
             _observe(observer, events)
         assert events == before, "an observer changed an event, which others are told too"
 
-    def test_what_was_observed_is_not_kept(self, tmp_path: Path):
+    def test_what_was_observed_is_not_kept(self, tmp_path: Path) -> None:
         """Events are passed on or counted, and not kept.
 
         Otherwise a server that runs for months would run out of memory.
         """
         with self.opened(tmp_path) as observer:
-            alive = []
+            alive: list[weakref.ref[Event]] = []
             for _ in range(_MANY // 100):
                 events = some_events(100)
                 alive += map(weakref.ref, events)
@@ -118,7 +118,7 @@ class ObserverLaws(Laws[ObserverConfig]):
             kept = sum(ref() is not None for ref in alive)
         assert kept <= _MAY_KEEP, f"of {_MANY} events it keeps {kept}"
 
-    def test_close_releases_everything(self, tmp_path: Path):
+    def test_close_releases_everything(self, tmp_path: Path) -> None:
         """After `close` no thread, descriptor or process is left, even if nothing was observed.
 
         Otherwise an engine that stops would hang, or a process that serves one engine after another would run out of
@@ -136,7 +136,7 @@ class ObserverLaws(Laws[ObserverConfig]):
         left = before.since()
         assert not left, f"after close it still holds {', '.join(left)}"
 
-    def test_engines_that_share_a_configuration_share_nothing(self, tmp_path: Path):
+    def test_engines_that_share_a_configuration_share_nothing(self, tmp_path: Path) -> None:
         """Data parallel replicas with one configuration are open together, and end one after the other.
 
         Otherwise the second replica would not start, or overwrite what the first one says.
@@ -148,7 +148,7 @@ class ObserverLaws(Laws[ObserverConfig]):
         with self.opened(tmp_path, contexts[1]) as again:
             _observe(again, some_events(10))
 
-    def test_two_engines_may_be_in_one_process(self, tmp_path: Path):
+    def test_two_engines_may_be_in_one_process(self, tmp_path: Path) -> None:
         """Two observers of different configurations live in one process.
 
         Otherwise a program with two engines would count both in one place, or could not open the second.
@@ -160,7 +160,7 @@ class ObserverLaws(Laws[ObserverConfig]):
             for observer in (first, second):
                 _observe(observer, some_events(10))
 
-    def test_an_observer_opens_again_after_a_kill(self, tmp_path: Path):
+    def test_an_observer_opens_again_after_a_kill(self, tmp_path: Path) -> None:
         """An engine that is killed closes nothing, and may be writing: the next one opens all the same.
 
         Otherwise an engine would not come back after a crash until somebody tidied up.
@@ -170,7 +170,7 @@ class ObserverLaws(Laws[ObserverConfig]):
         with self.opened(tmp_path) as observer:
             _observe(observer, some_events(10))
 
-    def test_an_observer_opens_in_any_process(self, tmp_path: Path):
+    def test_an_observer_opens_in_any_process(self, tmp_path: Path) -> None:
         """A configuration can be sent to another process and opened there.
 
         Otherwise vLLM, whose engine has a process of its own, could not use it.

@@ -19,6 +19,7 @@ from kvtier_testing.laws.base import Laws, in_new_process
 from kvtier_testing.laws.histories import (
     KEYS,
     NBYTES,
+    Step,
     after,
     full_policy,
     history,
@@ -53,7 +54,7 @@ class PolicyLaws(Laws[EvictionConfig]):
 
     contract = "kvtier_core.interfaces.eviction"
 
-    def test_victims_are_the_held_keys_each_once(self, tmp_path: Path):
+    def test_victims_are_the_held_keys_each_once(self, tmp_path: Path) -> None:
         """`victims` names each held key once, and nothing else.
 
         Otherwise chunks that are never named would stay for ever: the tier would find no room, and store nothing any
@@ -62,8 +63,8 @@ class PolicyLaws(Laws[EvictionConfig]):
 
         @_EXAMPLES
         @given(_HISTORIES)
-        def holds(steps):
-            policy, held = self.config(tmp_path).open(), set()
+        def holds(steps: list[Step]) -> None:
+            policy, held = self.config(tmp_path).open(), set[ChunkKey]()
             for now, step in enumerate(steps):
                 live(policy, held, step, now)
                 victims = list(policy.victims())
@@ -73,7 +74,7 @@ class PolicyLaws(Laws[EvictionConfig]):
 
         holds()
 
-    def test_asking_for_victims_changes_nothing(self, tmp_path: Path):
+    def test_asking_for_victims_changes_nothing(self, tmp_path: Path) -> None:
         """A second call has the same answer.
 
         Otherwise each look at the victims, and a decision takes many, would change what is evicted.
@@ -81,15 +82,15 @@ class PolicyLaws(Laws[EvictionConfig]):
 
         @_EXAMPLES
         @given(_HISTORIES)
-        def holds(steps):
-            policy, held = self.config(tmp_path).open(), set()
+        def holds(steps: list[Step]) -> None:
+            policy, held = self.config(tmp_path).open(), set[ChunkKey]()
             for now, step in enumerate(steps):
                 live(policy, held, step, now)
             assert list(policy.victims()) == list(policy.victims()), "a second call of victims() has another answer"
 
         holds()
 
-    def test_the_same_history_has_the_same_victims(self, tmp_path: Path):
+    def test_the_same_history_has_the_same_victims(self, tmp_path: Path) -> None:
         """A policy reads no clock and draws no random numbers without a seed.
 
         Otherwise what `kvtier simulate` shows would not be what an engine does.
@@ -97,7 +98,7 @@ class PolicyLaws(Laws[EvictionConfig]):
         first, second = (victims_after(self.config(tmp_path), _SEEDS) for _ in range(2))
         assert first == second, "two policies that saw the same calls name other victims"
 
-    def test_every_process_has_the_same_victims(self, tmp_path: Path):
+    def test_every_process_has_the_same_victims(self, tmp_path: Path) -> None:
         """Victims are the same with any PYTHONHASHSEED: the order of a set decides nothing.
 
         Otherwise two runs of one trace would differ, and no measurement of the policy would mean anything.
@@ -110,7 +111,7 @@ class PolicyLaws(Laws[EvictionConfig]):
             "does something depend on the order of a set, or on hash()?"
         )
 
-    def test_victims_may_be_left_halfway(self, tmp_path: Path):
+    def test_victims_may_be_left_halfway(self, tmp_path: Path) -> None:
         """A tier takes a few victims, drops the iterator, and changes what is held.
 
         Otherwise the second eviction would raise on the thread that the engine waits for, and the tier would be given
@@ -129,7 +130,7 @@ class PolicyLaws(Laws[EvictionConfig]):
                 "after an iterator over victims was dropped, victims() names others than the held keys"
             )
 
-    def test_victims_take_no_quadratic_work(self, tmp_path: Path):
+    def test_victims_take_no_quadratic_work(self, tmp_path: Path) -> None:
         """Victims take no quadratic work: a tier may hold a million chunks. Operations on keys and lines count, not
         seconds.
 
@@ -148,7 +149,7 @@ class PolicyLaws(Laws[EvictionConfig]):
                 f"{_MORE // _SOME} times the keys it may be {_FACTOR} times as many"
             )
 
-    def test_what_is_spared_is_no_victim_until_its_turn_comes_back(self, tmp_path: Path):
+    def test_what_is_spared_is_no_victim_until_its_turn_comes_back(self, tmp_path: Path) -> None:
         """With `SupportsSparing`, `victims` names each held key that is not spared once, whatever requests name.
 
         Otherwise the tier would walk past spared keys again, evict one twice, or never evict one whose children have
@@ -175,7 +176,7 @@ class PolicyLaws(Laws[EvictionConfig]):
                 "after their children have left victims() does not name each of the keys that were spared, once"
             )
 
-    def test_prefers_changes_nothing(self, tmp_path: Path):
+    def test_prefers_changes_nothing(self, tmp_path: Path) -> None:
         """The same question has the same answer, and the same victims follow.
 
         Otherwise a chunk that is asked about for each of its tiers would seem to be used more often than it is.
@@ -190,7 +191,7 @@ class PolicyLaws(Laws[EvictionConfig]):
                 policy.request(KEYS[:5], 1000.0, {})
             assert list(asked.victims()) == list(other.victims()), "prefers() changed what a later request leads to"
 
-    def test_a_full_tier_does_not_stay_closed(self, tmp_path: Path):
+    def test_a_full_tier_does_not_stay_closed(self, tmp_path: Path) -> None:
         """A policy may refuse newcomers, but admits one that is requested all the time while no held key is.
 
         Otherwise a tier that was full once would keep yesterday's prompts for ever, and never serve today's.
@@ -208,7 +209,7 @@ class PolicyLaws(Laws[EvictionConfig]):
             "them named: once a tier is full, nothing is ever admitted"
         )
 
-    def test_saved_state_is_small_and_safe_to_restore(self, tmp_path: Path):
+    def test_saved_state_is_small_and_safe_to_restore(self, tmp_path: Path) -> None:
         """A policy accepts the state of another one, and its victims are still the held keys.
 
         Otherwise a restart would lose what was learned, or a tier could not be opened with the state of an older
@@ -223,13 +224,13 @@ class PolicyLaws(Laws[EvictionConfig]):
         lengths = {len(saved), *(len(other.save()) for other in others)}
         assert len(lengths) == 1, f"save() always returns the same number of bytes; it returned {sorted(lengths)}"
         for memory in (saved, *_garbage(saved)):
-            policy, held = self.config(tmp_path).open(), set()
+            policy, held = self.config(tmp_path).open(), set[ChunkKey]()
             policy.restore(memory)
             for now, step in enumerate(history(1)):
                 live(policy, held, step, now)
                 assert sorted(policy.victims()) == sorted(held), "after restore() victims() are not the held keys"
 
-    def test_garbage_teaches_nothing(self, tmp_path: Path):
+    def test_garbage_teaches_nothing(self, tmp_path: Path) -> None:
         """Bytes that no such policy ever saved raise nothing and change nothing.
 
         Otherwise one damaged file would keep the engine from opening the tier.
@@ -245,7 +246,7 @@ class PolicyLaws(Laws[EvictionConfig]):
             assert list(taught.victims()) == list(untaught.victims()), f"{seen}, the same calls lead to other victims"
             assert taught.save() == untaught.save(), f"{seen}, the same calls teach something else"
 
-    def test_memory_is_bounded(self, tmp_path: Path):
+    def test_memory_is_bounded(self, tmp_path: Path) -> None:
         """What is held bounds the memory: neither ghosts nor requests for keys that never come make it grow.
 
         Otherwise the engine's process would grow with every prompt it has seen, until it is killed.
@@ -275,7 +276,7 @@ def _garbage(saved: bytes) -> list[bytes]:
     return [each for each in made if each != saved]
 
 
-def _churn(policy: EvictionPolicy, held: dict[ChunkKey, None], numbers: itertools.count, rounds: int) -> None:
+def _churn(policy: EvictionPolicy, held: dict[ChunkKey, None], numbers: itertools.count[int], rounds: int) -> None:
     """Keys come and go for good, requests name many that never come, and never more than 33 are held."""
     rng = random.Random(0)
     for now in range(rounds):

@@ -79,7 +79,7 @@ class SerializerLaws(Laws[SerializerConfig]):
         """A new instance."""
         return open_serializer(self.config(folder), self.layout)
 
-    def test_the_codec_is_named(self, tmp_path: Path):
+    def test_the_codec_is_named(self, tmp_path: Path) -> None:
         """A codec has an identity: the same for every equal config, and not raw's.
 
         Otherwise an engine could not decode the frames of another one with the same settings, or would take them for
@@ -90,7 +90,7 @@ class SerializerLaws(Laws[SerializerConfig]):
         assert identity == identity_of(self.config(tmp_path)) == in_new_process(identity_of, self.config(tmp_path))
         assert identity.type != RAW.type, "raw is the name of the codec that does nothing"
 
-    def test_other_options_are_another_codec(self, tmp_path: Path):
+    def test_other_options_are_another_codec(self, tmp_path: Path) -> None:
         """Another encoding is another identity.
 
         Otherwise after a change of an option each old frame would be read, decoded to other bytes, and counted as
@@ -105,7 +105,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             encodings = [self._encodings(each) for each in (one, other)]
             assert same(*encodings) or identity_of(one) != identity_of(other), "encodes otherwise under one identity"
 
-    def test_the_bound_is_a_bound(self, tmp_path: Path):
+    def test_the_bound_is_a_bound(self, tmp_path: Path) -> None:
         """No encoding is longer than `bound` says, and `encode` writes no more than it returns.
 
         Otherwise a payload that does not compress would overrun its buffer, or its chunk would never be stored.
@@ -118,7 +118,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert 0 < nbytes <= bound
             assert into.untouched_beyond(nbytes), "encode wrote more than it says"
 
-    def test_a_payload_comes_back_in_full(self, tmp_path: Path):
+    def test_a_payload_comes_back_in_full(self, tmp_path: Path) -> None:
         """A payload comes back bit for bit if the codec is lossless, else within the error that it states.
 
         Otherwise the engine would compute on other KV. The checksum finds it for a lossless codec, and every frame is a
@@ -132,7 +132,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert into.untouched_beyond(len(payload))
             assert self._comes_back(tmp_path, payload, bytes(into.view))
 
-    def test_an_error_that_is_stated_tells_payloads_apart(self, tmp_path: Path):
+    def test_an_error_that_is_stated_tells_payloads_apart(self, tmp_path: Path) -> None:
         """The error that a lossy codec states does not let it return zeros for everything.
 
         Otherwise `is_close` would let any codec pass, even one that ruins the model's answers.
@@ -142,7 +142,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             telling = [payload for payload in (random_payload, *self.payloads()) if any(payload)]
             assert not any(self.is_close(payload, bytes(len(payload))) for payload in telling), "zeros are close"
 
-    def test_one_instance_serves_several_threads(self, tmp_path: Path):
+    def test_one_instance_serves_several_threads(self, tmp_path: Path) -> None:
         """Several threads use one instance, each with its own payloads; it and a new instance decode all of them.
 
         Otherwise one frame would hold bytes of another under load. Its checksum finds that in a read: a miss, and a
@@ -168,7 +168,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert self._comes_back(tmp_path, payload, decoded), "wrong while other threads used the instance"
             assert same(decode(alone, encoded, len(payload)), decoded), "another instance decodes it otherwise"
 
-    def test_any_instance_decodes(self, tmp_path: Path):
+    def test_any_instance_decodes(self, tmp_path: Path) -> None:
         """An instance that encoded nothing, or something else, decodes what another one encoded.
 
         Otherwise no frame could be decoded after a restart.
@@ -183,7 +183,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert same(decode(self.open(tmp_path), encoded, len(payload)), here)
             assert same(decode(busy, encoded, len(payload)), here)
 
-    def test_any_process_decodes(self, tmp_path: Path):
+    def test_any_process_decodes(self, tmp_path: Path) -> None:
         """A process decodes the encoding of another one to the same bytes.
 
         Otherwise each engine of a shared store would be served only what it wrote itself.
@@ -194,7 +194,7 @@ class SerializerLaws(Laws[SerializerConfig]):
         there = in_new_process(decode_all, self.config(tmp_path), self.layout, encodings)
         assert same(there, here), "another process decodes it otherwise"
 
-    def test_no_view_is_kept(self, tmp_path: Path):
+    def test_no_view_is_kept(self, tmp_path: Path) -> None:
         """A view is used only until the call returns, and `encode` does not change its source.
 
         Otherwise a slot would be read or changed after it was given to another chunk.
@@ -209,7 +209,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             for buffer in (source, target, encoded):
                 buffer.clear()
 
-    def test_views_begin_anywhere_and_hold_anything(self, tmp_path: Path):
+    def test_views_begin_anywhere_and_hold_anything(self, tmp_path: Path) -> None:
         """Views begin at any address, held something else before, and may be longer than `bound` says.
 
         Otherwise frames encoded into a reused buffer would decode to other bytes, and each be a miss; and a codec that
@@ -225,7 +225,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert serializer.decode(into.view[:nbytes], target.view) == len(payload)
             assert self._comes_back(tmp_path, payload, bytes(target.view))
 
-    def test_every_part_of_a_chunk_comes_back(self, tmp_path: Path):
+    def test_every_part_of_a_chunk_comes_back(self, tmp_path: Path) -> None:
         """One instance takes payloads of several lengths: each part of a hybrid model's chunk has a frame.
 
         Otherwise models with windows or states beside full attention would store frames that nobody can decode.
@@ -243,7 +243,7 @@ class SerializerLaws(Laws[SerializerConfig]):
             assert same(bytes(into.view), payload) or not self.config(tmp_path).lossless
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_garbage_does_no_harm(self, tmp_path: Path, seed: int):
+    def test_garbage_does_no_harm(self, tmp_path: Path, seed: int) -> None:
         """Random bytes, a flipped bit or a missing end give a BackendError or an answer; nothing is written outside.
 
         Otherwise a damaged frame would raise what nobody expects, or overwrite the next slot: the KV of another chunk.
@@ -268,7 +268,7 @@ class SerializerLaws(Laws[SerializerConfig]):
                 assert 0 <= serializer.decode(memoryview(garbage), into.view) <= nbytes
             assert into.untouched_beyond(nbytes), "decode wrote outside"
 
-    def test_garbage_takes_little_memory(self, tmp_path: Path):
+    def test_garbage_takes_little_memory(self, tmp_path: Path) -> None:
         """The length that an encoding states is verified before so much memory is allocated.
 
         Otherwise whoever can write to a store could exhaust the engine's memory with one small frame.

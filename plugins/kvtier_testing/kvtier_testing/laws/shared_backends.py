@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier_core.interfaces import Backend
-from kvtier_core.types import FRAME_ALIGNMENT
+from kvtier_core.types import FRAME_ALIGNMENT, ChunkKey
 from kvtier_testing.laws.backend_frames import read
 from kvtier_testing.laws.base import in_new_process
 from kvtier_testing.laws.shared_capacity import SharedCapacityLaws
@@ -37,7 +37,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
         """How often anybody has listed the store so far; None if that cannot be seen."""
         return None
 
-    def test_a_shared_backend_is_marked_as_shared(self, tmp_path: Path):
+    def test_a_shared_backend_is_marked_as_shared(self, tmp_path: Path) -> None:
         """`shared` is True in the backend as in its config.
 
         Otherwise kvtier would list the store as its own, and delete from it what other engines use.
@@ -48,7 +48,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
                 "keys that other processes may have added"
             )
 
-    def test_absence_is_asked(self, tmp_path: Path):
+    def test_absence_is_asked(self, tmp_path: Path) -> None:
         """That a key was absent says nothing: another user may have written it since.
 
         Otherwise every engine would compute what the others stored: the store would be shared in name only.
@@ -63,7 +63,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
             for key, who in ((here, "another instance"), (there, "another process")):
                 self._must_find(ours, key, f"{who} wrote a key after it had been asked for")
 
-    def test_presence_is_asked(self, tmp_path: Path):
+    def test_presence_is_asked(self, tmp_path: Path) -> None:
         """That a key was there says nothing: it may be gone since.
 
         Otherwise requests would wait for frames that are gone, and be computed later than without the tier.
@@ -79,7 +79,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
                 assert list(ours.contains([key])) == [False], f"{who} deleted a key; contains() still finds it"
                 assert not read(ours, key, _LARGEST), f"{who} deleted a key; read() still finds it"
 
-    def test_what_others_change_is_seen(self, tmp_path: Path):
+    def test_what_others_change_is_seen(self, tmp_path: Path) -> None:
         """A frame that another user has overwritten is read as it is now.
 
         Otherwise a damaged frame that was replaced would stay damaged for everyone who had read it before.
@@ -95,7 +95,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
                 "another instance overwrote a frame; read() returns other bytes than the new ones"
             )
 
-    def test_others_come_and_go_and_nothing_is_lost(self, tmp_path: Path):
+    def test_others_come_and_go_and_nothing_is_lost(self, tmp_path: Path) -> None:
         """A user with less capacity, of another namespace, or that closes deletes nothing that others may use.
 
         Otherwise each engine that starts or ends would empty the cache of the whole fleet.
@@ -115,7 +115,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
 
     # -- quarantine --------------------------------------------------------------------------------
 
-    def test_quarantine_deletes_nothing(self, tmp_path: Path):
+    def test_quarantine_deletes_nothing(self, tmp_path: Path) -> None:
         """`quarantine` deletes nothing: another user may read the frame well, or have replaced it.
 
         Otherwise one machine with bad memory would delete good frames of all others.
@@ -130,7 +130,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
             self._must_find(theirs, intact, "a user quarantined a frame that another one can read")
             self._must_find(theirs, replaced, "a user quarantined a frame that another one had replaced meanwhile")
 
-    def test_what_is_quarantined_is_replaced(self, tmp_path: Path):
+    def test_what_is_quarantined_is_replaced(self, tmp_path: Path) -> None:
         """The next write of a quarantined key replaces it, even with the frame that this user wrote there before.
 
         Otherwise a damaged frame would stay for ever: each engine would find it, read it and compute it again.
@@ -148,7 +148,7 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
 
     # -- batches -----------------------------------------------------------------------------------
 
-    def test_large_batches_are_answered_in_order(self, tmp_path: Path):
+    def test_large_batches_are_answered_in_order(self, tmp_path: Path) -> None:
         """Each of hundreds of keys in a call has its own answer, in their order.
 
         Otherwise long prompts, which gain the most, would be misses, or find the frames of others and throw them away.
@@ -165,10 +165,12 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
             counts = list(backend.read(asked, into))
             expected = [nbytes if there else 0 for there in present[:40]]
             assert counts == expected, f"read() of {len(asked)} keys returns {expected}; it returned {counts}"
-            wrong = [key for key, view, n in zip(asked, into, counts, strict=True) if n and view != make_frame(key, n)]
+            wrong = [
+                key for key, view, n in zip(asked, into, expected, strict=True) if n and view != make_frame(key, n)
+            ]
             assert not wrong, f"read() of {len(asked)} keys returned other frames for {len(wrong)} of them"
 
-    def test_a_store_is_not_listed(self, tmp_path: Path):
+    def test_a_store_is_not_listed(self, tmp_path: Path) -> None:
         """Nobody lists a store, which may have millions of frames of others.
 
         Otherwise an engine would take minutes to start, and cost the store more than all its requests.
@@ -181,10 +183,12 @@ class SharedBackendLaws(SharedRaceLaws, SharedTroubleLaws, SharedCapacityLaws):
                 pytest.skip("this suite cannot see whether the store is listed")
             with self.opened(tmp_path) as theirs:
                 self._must_find(theirs, keys[0], "another instance wrote a key")
-            listed = self.listings(tmp_path) - before
+            after = self.listings(tmp_path)
+            assert after is not None, "`listings` of this suite returned a number, and then None"
+            listed = after - before
             assert not listed, f"to open a shared store, read a frame and close it, it was listed {listed} times"
 
-    def _must_find(self, backend: Backend, key: bytes, what: str) -> None:
+    def _must_find(self, backend: Backend, key: ChunkKey, what: str) -> None:
         assert list(backend.contains([key])) == [True], f"{what}; contains() does not find it"
         found = read(backend, key, _LARGEST)
         assert same(found, self.frame(key)), (

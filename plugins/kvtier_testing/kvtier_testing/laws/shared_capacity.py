@@ -32,7 +32,7 @@ class SharedCapacityLaws(BackendLaws):
         with config.walk() as stored:
             return {each.where: each.nbytes for each in stored}
 
-    def test_all_users_together_keep_within_the_capacity(self, tmp_path: Path):
+    def test_all_users_together_keep_within_the_capacity(self, tmp_path: Path) -> None:
         """Users in three processes and two namespaces keep within the capacity at every moment, and can still write.
 
         Otherwise the store would outgrow what the user gave it, by as many times as there are engines.
@@ -63,7 +63,7 @@ class SharedCapacityLaws(BackendLaws):
             with self.opened(tmp_path, ctx) as backend:
                 assert not _missing(backend, [key]), f"one of the last {_USERS} frames written to a full store is gone"
 
-    def test_the_oldest_go_first(self, tmp_path: Path):
+    def test_the_oldest_go_first(self, tmp_path: Path) -> None:
         """Where room is needed the oldest frames leave, whichever engine wrote them.
 
         Otherwise what was stored a moment ago would be gone when its prompt comes back.
@@ -79,7 +79,7 @@ class SharedCapacityLaws(BackendLaws):
             assert not lost, f"the oldest frames make room for new ones; {len(lost)} newer ones are gone"
             assert _missing(ours, older), f"of {2 * _WRITES} frames in a store with room for {_ROOM} all are found"
 
-    def test_room_is_given_back(self, tmp_path: Path):
+    def test_room_is_given_back(self, tmp_path: Path) -> None:
         """A frame that is overwritten or deleted gives its room back.
 
         Otherwise frames that are gone would fill the account, and less and less of the capacity would be used.
@@ -97,7 +97,7 @@ class SharedCapacityLaws(BackendLaws):
                 f"or deleted; {len(lost)} of those that should have stayed are gone"
             )
 
-    def test_without_a_capacity_nothing_is_evicted(self, tmp_path: Path):
+    def test_without_a_capacity_nothing_is_evicted(self, tmp_path: Path) -> None:
         """A user without a capacity evicts nothing: the store bounds itself, and others use what they wrote.
 
         Otherwise an engine without a limit would delete the frames of those with one.

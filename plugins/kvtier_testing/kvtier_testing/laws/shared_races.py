@@ -37,7 +37,7 @@ _SIZES = [Nbytes(2 * FRAME_ALIGNMENT), Nbytes(3 * _MIB), Nbytes(3 * _MIB), Nbyte
 class SharedRaceLaws(BackendLaws):
     """The laws of `SharedBackendLaws` for users in several processes at once."""
 
-    def test_an_open_leaves_the_writes_of_others_alone(self, tmp_path: Path):
+    def test_an_open_leaves_the_writes_of_others_alone(self, tmp_path: Path) -> None:
         """A file that another process has not finished writing must not be removed.
 
         Otherwise each engine that starts would make the writes of the running ones fail, until their breakers open.
@@ -58,7 +58,7 @@ class SharedRaceLaws(BackendLaws):
                 f"{len(lost)} of {_WRITES} frames, written while another process opened the store, are lost"
             )
 
-    def test_two_writers_of_one_key_leave_a_whole_frame(self, tmp_path: Path):
+    def test_two_writers_of_one_key_leave_a_whole_frame(self, tmp_path: Path) -> None:
         """Two writers of one key leave the frame of one of them; no reader sees a part or a mixture.
 
         Otherwise two engines that compute one prompt, the usual thing in a fleet, would leave a frame that nobody can
@@ -69,7 +69,7 @@ class SharedRaceLaws(BackendLaws):
             both = [processes.submit(write_many, self.config(tmp_path), self.context(), keys, i) for i in range(2)]
             _read_meanwhile(backend, keys[:2], _LARGEST, both)
 
-    def test_a_read_races_with_overwrites_and_deletes(self, tmp_path: Path):
+    def test_a_read_races_with_overwrites_and_deletes(self, tmp_path: Path) -> None:
         """A read finds a whole frame of one writer, or none; and the last frame when all writers have ended.
 
         Otherwise popular prompts, which are written most often, would be those that are read damaged.
@@ -86,7 +86,7 @@ class SharedRaceLaws(BackendLaws):
             damage = damage_of(found, key, make_namespace())
             assert not damage, f"two processes overwrote and deleted a key; what they left is {damage}"
 
-    def test_a_killed_writer_harms_no_other(self, tmp_path: Path):
+    def test_a_killed_writer_harms_no_other(self, tmp_path: Path) -> None:
         """Under each key of a killed writer others find a whole frame or none, and can write it.
 
         Otherwise an engine that was killed would leave keys that are lost to the whole fleet.
@@ -102,7 +102,7 @@ class SharedRaceLaws(BackendLaws):
                         for backend in (before, after):
                             _must_be_writable(backend, key)
 
-    def test_namespaces_share_keys_at_the_same_time(self, tmp_path: Path):
+    def test_namespaces_share_keys_at_the_same_time(self, tmp_path: Path) -> None:
         """Users with another model, or with another codec alone, neither find nor harm each other's frames.
 
         Otherwise engines of two models would delete each other's frames as damaged, for ever.
@@ -124,7 +124,9 @@ class SharedRaceLaws(BackendLaws):
         return attrs.evolve(self.context(), layout=make_layout([page], blocks=4), max_frame_nbytes=max(_SIZES))
 
 
-def _read_meanwhile(backend: Backend, keys: Sequence[ChunkKey], nbytes: int, writers: Sequence[Future]) -> None:
+def _read_meanwhile(
+    backend: Backend, keys: Sequence[ChunkKey], nbytes: int, writers: Sequence[Future[list[str]]]
+) -> None:
     """Read until the writers have ended: nothing but whole frames and misses; and they must have had no trouble."""
     while not all(writer.done() for writer in writers):
         for key in keys:

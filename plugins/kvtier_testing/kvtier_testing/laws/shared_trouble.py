@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -51,7 +52,7 @@ class SharedTroubleLaws(BackendLaws):
         done."""
         yield False
 
-    def test_a_key_that_fails_fails_alone(self, tmp_path: Path):
+    def test_a_key_that_fails_fails_alone(self, tmp_path: Path) -> None:
         """A key that fails fails alone: the others of its batch are found, read and written.
 
         Otherwise one bad object, or one node of a cluster that is down, would make every frame of the store a miss.
@@ -67,7 +68,7 @@ class SharedTroubleLaws(BackendLaws):
             assert errors[0] is errors[2] is None, f"beside a key that fails two others were not written: {errors}"
             self._must_serve(backend, keys, [first, last] if errors[1] else keys, seed=1)
 
-    def test_no_call_outlasts_its_timeout(self, tmp_path: Path):
+    def test_no_call_outlasts_its_timeout(self, tmp_path: Path) -> None:
         """Each call answers or raises BackendError within `OpenContext.timeout`, however many keys it has.
 
         Otherwise a store that hangs would hold arena slots and threads, and requests would wait longer than computing
@@ -85,7 +86,7 @@ class SharedTroubleLaws(BackendLaws):
             with self._stalled_calls(tmp_path, calls):
                 pass
 
-    def test_a_call_that_gave_up_is_over(self, tmp_path: Path):
+    def test_a_call_that_gave_up_is_over(self, tmp_path: Path) -> None:
         """A call that has given up writes nothing to its views later, and reads nothing from them.
 
         Otherwise a late answer would overwrite the KV of another chunk after that was verified: wrong answers.
@@ -103,7 +104,7 @@ class SharedTroubleLaws(BackendLaws):
             damage = damage_of(found, there, make_namespace()) if found else ""
             assert not damage, f"a write gave up because the store did not answer, and left a frame that is {damage}"
 
-    def test_a_store_that_recovers_is_used_again(self, tmp_path: Path):
+    def test_a_store_that_recovers_is_used_again(self, tmp_path: Path) -> None:
         """Calls fail or miss while a store cannot be reached; afterwards the same instance serves again.
 
         Otherwise every engine would have to be restarted after a restart of the store.
@@ -117,7 +118,7 @@ class SharedTroubleLaws(BackendLaws):
                 stored = self._use_unreachable(backend, before, during)
             _when_it_works(lambda: store(backend, after, self.frame(after)))
             for key in [before, after, *([during] if stored else [])]:
-                found = _when_it_works(lambda key=key: read(backend, key, self.layout.frame_nbytes))
+                found = _when_it_works(functools.partial(read, backend, key, self.layout.frame_nbytes))
                 assert same(found, self.frame(key)), (
                     "the store was out of reach for a while; a frame that was stored before, meanwhile or afterwards "
                     f"is a miss or another one: read() returns {len(found)} bytes"
@@ -164,13 +165,14 @@ class SharedTroubleLaws(BackendLaws):
 
     def _use_unreachable(self, backend: Backend, known: ChunkKey, new: ChunkKey) -> bool:
         """Make each call: none finds anything, and none raises anything but BackendError. Is the new frame stored?"""
-        answers = {}
-        for name, call in {
+        answers: dict[str, object] = {}
+        calls: dict[str, Callable[[], object]] = {
             "contains": lambda: any(backend.contains([known])),
             "read": lambda: backend.read([known], [memoryview(bytearray(self.layout.frame_nbytes))])[0],
             "write": lambda: write(backend, [new], [self.frame(new)])[0],
             "delete": lambda: backend.delete([new]),
-        }.items():
+        }
+        for name, call in calls.items():
             try:
                 answers[name] = call()
             except Exception as error:  # noqa: BLE001 - whatever it is, the law reports it
@@ -182,7 +184,7 @@ class SharedTroubleLaws(BackendLaws):
         return answers["write"] is None and answers["delete"] is not None
 
 
-def _answer_of(name: str, call: Callable[[], list[T]]) -> list[T]:
+def _answer_of(name: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except BackendError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import pytest
 
@@ -17,6 +17,8 @@ from kvtier_testing.samples import make_namespace
 _CHUNKS = 6
 _TOKEN_BITS = 31  # a token id is a whole number from 0 to 2^31 - 1
 _LONG = bytes(range(100))  # of a salt, and of an item that a chunk depends on
+
+T = TypeVar("T")
 
 
 class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
@@ -39,7 +41,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         count = _CHUNKS * self.chunk_tokens + self.chunk_tokens // 2
         return [rng.randrange(1 << _TOKEN_BITS) for _ in range(count)]
 
-    def test_one_key_of_32_bytes_per_full_chunk(self, tmp_path: Path):
+    def test_one_key_of_32_bytes_per_full_chunk(self, tmp_path: Path) -> None:
         """Each whole chunk has one key of 32 bytes, and tokens beyond the last have none.
 
         Otherwise KV that is not there yet would be promised, or a chunk would never be found again.
@@ -53,7 +55,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         kinds = {(type(key).__name__, len(key)) for key in keys}
         assert kinds == {("bytes", KEY_NBYTES)}, f"a key is {KEY_NBYTES} bytes; keys() returned {sorted(kinds)}"
 
-    def test_deterministic(self, tmp_path: Path):
+    def test_deterministic(self, tmp_path: Path) -> None:
         """The same tokens have the same keys, in any instance and whatever was asked before.
 
         Otherwise an engine would not find what it stored a moment ago.
@@ -65,7 +67,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         assert database.keys(tuple(self.tokens())) == keys, "the same tokens, as a tuple, have other keys"
         assert self.open(tmp_path).keys(self.tokens()) == keys, "a second instance has other keys for the same tokens"
 
-    def test_arguments_stay_as_they_are(self, tmp_path: Path):
+    def test_arguments_stay_as_they_are(self, tmp_path: Path) -> None:
         """The caller keeps using its lists, and may change a result without affecting later ones.
 
         Otherwise keys of one request would appear in the path of another: its KV would be served for other tokens.
@@ -81,7 +83,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         result.clear()
         assert database.keys(tokens, extra=extra) == keys, "a caller changed a returned list, and later results with it"
 
-    def test_a_prefix_has_the_prefix_of_the_keys(self, tmp_path: Path):
+    def test_a_prefix_has_the_prefix_of_the_keys(self, tmp_path: Path) -> None:
         """Prompts with a common beginning have the same keys for its chunks.
 
         Otherwise prompts would share nothing, and only the very same prompt would ever be a hit.
@@ -93,7 +95,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
                 f"the first {count} tokens alone have other keys than as the beginning of a longer prompt"
             )
 
-    def test_a_token_changes_its_key_and_all_that_follow(self, tmp_path: Path):
+    def test_a_token_changes_its_key_and_all_that_follow(self, tmp_path: Path) -> None:
         """A key depends on all tokens before it, as KV does.
 
         Otherwise the KV of one prompt would be served for another that differs in an earlier token. Nothing can find
@@ -106,7 +108,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
             others[place] ^= 1
             _must_part(keys, database.keys(others), place // self.chunk_tokens, f"token {place} is another one")
 
-    def test_every_bit_of_a_token_counts(self, tmp_path: Path):
+    def test_every_bit_of_a_token_counts(self, tmp_path: Path) -> None:
         """Every bit of a token counts: a vocabulary has more than 65 536 tokens.
 
         Otherwise two prompts that differ in one token would share their KV: wrong answers that nothing can find.
@@ -118,7 +120,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
             others[0] ^= 1 << bit
             _must_part(keys, database.keys(others), 0, f"two token ids differ in bit {bit} alone")
 
-    def test_swapped_tokens_are_other_tokens(self, tmp_path: Path):
+    def test_swapped_tokens_are_other_tokens(self, tmp_path: Path) -> None:
         """The order of tokens counts.
 
         Otherwise prompts with the same words in another order would share their KV: wrong answers that nothing can
@@ -129,7 +131,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         others[0], others[1] = others[1], others[0]
         _must_part(database.keys(self.tokens()), database.keys(others), 0, "two tokens changed places")
 
-    def test_chunk_sizes_share_nothing(self, tmp_path: Path):
+    def test_chunk_sizes_share_nothing(self, tmp_path: Path) -> None:
         """A chunk of another size has another key, even if it ends at the same token.
 
         Otherwise frames of the old size would be read for the new one after a change of `chunk_tokens`, and count as
@@ -144,7 +146,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
             )
         _must_share_nothing(runs, "chunk_tokens is")
 
-    def test_salts_share_nothing(self, tmp_path: Path):
+    def test_salts_share_nothing(self, tmp_path: Path) -> None:
         """Every byte of a salt counts, and so does its length.
 
         Otherwise one tenant's prompt would be served from another's cache, and the time it takes would tell what others
@@ -154,7 +156,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         salts = [b"", b"a", b"b", b"ab", b"\0", b"a\0", _LONG, _LONG + b"\0", *_changed(_LONG)]
         _must_share_nothing({salt: database.keys(self.tokens(), salt=salt) for salt in salts}, "the salt is")
 
-    def test_namespaces_share_nothing(self, tmp_path: Path):
+    def test_namespaces_share_nothing(self, tmp_path: Path) -> None:
         """Another namespace has other keys for the same tokens.
 
         Otherwise the KV of one model would be looked up for another.
@@ -163,7 +165,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         runs = {model: self.open(tmp_path, model).keys(self.tokens()) for model in models}
         _must_share_nothing(runs, "the namespace is that of model")
 
-    def test_extra_changes_its_chunk_and_all_that_follow(self, tmp_path: Path):
+    def test_extra_changes_its_chunk_and_all_that_follow(self, tmp_path: Path) -> None:
         """The `extra` of a chunk counts for it and for all that follow.
 
         Otherwise prompts with different images in one place would share their KV: an answer would describe another
@@ -179,10 +181,10 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
             ({2: b"cat", 4: b"dog"}, {2: b"cat", 4: b"cat"}, 4),
             *(({1: _LONG}, {1: other}, 1) for other in [*_changed(_LONG), _LONG[:-1], _LONG + b"\0"]),
         ]:
-            runs = [database.keys(self.tokens(), extra=extra) for extra in (ours, theirs)]
-            _must_part(*runs, parting, f"extra is {ours} in one call and {theirs} in another")
+            first, second = (database.keys(self.tokens(), extra=extra) for extra in (ours, theirs))
+            _must_part(first, second, parting, f"extra is {ours} in one call and {theirs} in another")
 
-    def test_salt_and_extra_are_not_confused(self, tmp_path: Path):
+    def test_salt_and_extra_are_not_confused(self, tmp_path: Path) -> None:
         """The same bytes as salt and as `extra` make different keys.
 
         Otherwise a client who chooses its salt could reach the KV of another client's images.
@@ -192,7 +194,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
         _must_part(salted, extra, 0, "the same bytes are the salt in one call and extra[0] in another")
 
     @pytest.mark.parametrize("extra", [None, {0: b"cat", 4: b"dog"}])
-    def test_known_keys_change_nothing(self, tmp_path: Path, extra: Mapping[int, bytes] | None):
+    def test_known_keys_change_nothing(self, tmp_path: Path, extra: Mapping[int, bytes] | None) -> None:
         """With `known` keys the result is the same as without.
 
         Otherwise a prompt that grows, as every chat does, would lose its path at each turn.
@@ -204,7 +206,7 @@ class TokenDatabaseLaws(Laws[TokenDatabaseConfig]):
                 f"the result is another one when the first {count} keys are handed in as `known`"
             )
 
-    def test_every_process_has_the_same_keys(self, tmp_path: Path):
+    def test_every_process_has_the_same_keys(self, tmp_path: Path) -> None:
         """Keys are the same with any PYTHONHASHSEED: an engine must find what another one stored.
 
         Otherwise every lookup would be a miss after a restart, and in a fleet.
@@ -232,9 +234,9 @@ def _must_part(ours: Sequence[ChunkKey], theirs: Sequence[ChunkKey], chunk: int,
     assert not set(ours[chunk:]) & set(theirs[chunk:]), f"{why}: after chunk {chunk} the two runs share a key again"
 
 
-def _must_share_nothing(runs: Mapping[object, Sequence[ChunkKey]], what: str) -> None:
+def _must_share_nothing(runs: Mapping[T, Sequence[ChunkKey]], what: str) -> None:
     """No key may be in two runs."""
-    owner: dict[ChunkKey, object] = {}
+    owner: dict[ChunkKey, T] = {}
     for name, keys in runs.items():
         for key in keys:
             other = owner.setdefault(key, name)
