@@ -279,6 +279,27 @@ MUTANTS = (
         "if False:",
         WEIGHT_TESTS + "test_weights_that_do_not_come_from_files_are_not_guessed",
     ),
+    Mutant(
+        "formats-of-weights-never-count",
+        MODEL_WEIGHTS,
+        'return "" if found and alike else',
+        'return "" if True else',
+        WEIGHT_TESTS + "test_another_format_of_the_same_files_hits_and_other_files_of_the_folder_do_not",
+    ),
+    Mutant(
+        "weights-of-mistrals-format-are-like-others",
+        MODEL_WEIGHTS,
+        " and not any(os.path.basename(file).startswith(_MISTRALS) for file in found)",
+        "",
+        WEIGHT_TESTS + "test_formats_share_where_each_reads_the_same_files[model.safetensors consolidated.safetensors]",
+    ),
+    Mutant(
+        "named-weights-have-any-format",
+        MODEL_WEIGHTS,
+        "asked.weights + _format(load),",
+        "asked.weights,",
+        WEIGHT_TESTS + "test_a_format_counts_however_weights_are_identified[name:acme 7]",
+    ),
     Mutant("loaders-go-unheard", WATCH, "if self._loaders:", "if False:", CHANGED + "load_tensors]"),
     Mutant(
         "writes-to-weights-are-not-counted",

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -201,7 +202,6 @@ def test_possible_credentials_are_not_shown(model, monkeypatch):
         {"hf_overrides": {"rms_norm_eps": 1e-3}},
         {"tensor_parallel_size": 2},
         {"enable_lora": True},
-        {"load_format": "dummy"},
         {"model_loader_extra_config": {"enable_multithread_load": True}},
         {"enforce_eager": True},
     ],
@@ -551,7 +551,19 @@ def test_weights_of_a_draft_model_that_do_not_come_from_files_are_not_guessed(dr
     unknown = model_weights.identify_all(config, IdentityConfig())
     assert isinstance(unknown, model_weights.Unknown)
     assert unknown.reason.startswith("draft model: load_format 'tensorizer'")
-    assert model_weights.identify_all(config, IdentityConfig("name:acme 7")).fact == "name:acme 7"
+    named = model_weights.identify_all(config, IdentityConfig("name:acme 7")).fact
+    assert named == "name:acme 7, load_format auto; draft model: name:acme 7, load_format tensorizer"
+
+
+def test_a_draft_model_counts_with_its_format_unless_each_would_read_the_same_files(drafting, tmp_path):
+    drafting()
+    others = tmp_path / "others"
+    shutil.copytree(tmp_path / "draft", others)
+    (others / "model.safetensors").rename(others / "model.pt")
+    for name, count in (("draft", 1), ("others", 2)):
+        configs = [drafting(name, draft_load_config={"load_format": each}) for each in ("auto", "safetensors")]
+        assert len({model_weights.identify_all(config, IdentityConfig()) for config in configs}) == count
+        assert facts(configs[0]) == facts(configs[1])
 
 
 # -- the same everywhere -----------------------------------------------------------------------------------

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import threading
 import time
+import types
 
 import pytest
 import torch
 from opened import kubelet_opens
 from patience import HANG
+from real_engines import cpu_and_disk, prompt
 from safetensors.torch import load_file, save_file
+from vllm.config import LoadConfig
 
 from kvtier_core.config.model import IdentityConfig
 from kvtier_core.identity import digest_cache, weights
@@ -268,7 +272,7 @@ def test_weights_that_do_not_come_from_files_are_not_guessed(model):
             "name them with identity: {weights: name:…}"
         )
         named = model_weights.identify(*configs(model, load_format=load_format), IdentityConfig("name:acme 7"))
-        assert named.fact == "name:acme 7"
+        assert named.fact == f"name:acme 7, load_format {load_format}"
         assert "this is not checked" in named.warning
 
 
@@ -279,7 +283,7 @@ def test_weights_in_an_object_store_are_not_guessed(model):
     assert model_weights.identify(config, load, IdentityConfig()) == Unknown(
         "the weights are in s3://models/llama, not on this disk; name them with identity: {weights: name:…}"
     )
-    assert model_weights.identify(config, load, IdentityConfig("name:llama@7")).fact == "name:llama@7"
+    assert model_weights.identify(config, load, IdentityConfig("name:llama@7")).fact.startswith("name:llama@7")
 
 
 def test_a_loader_put_in_the_place_of_vllms_own_is_not_trusted(model, monkeypatch):
@@ -296,6 +300,71 @@ def test_dummy_weights_are_their_seed(model):
     asked = IdentityConfig()
     first, second = (model_weights.identify(*configs(model, load_format="dummy", seed=seed), asked) for seed in (1, 2))
     assert first != second
+    assert first != model_weights.identify(*configs(model), asked)
+
+
+FORMATS = ("auto", "hf", "safetensors", "mistral", "pt", "fastsafetensors", "sharded_state")
+#: Of folders with these files, the formats that share KV.
+ALIKE = {
+    "model.safetensors": FORMATS[:3],
+    "model-1.safetensors model-2.safetensors below/consolidated.safetensors.json": FORMATS[:3],
+    "model.safetensors pytorch_model.bin model.pt": FORMATS[:3],
+    "model.safetensors consolidated.safetensors": (),
+    "consolidated-1.safetensors": (),
+    "pytorch_model.bin": (),
+    "model.pt": (),
+    "below/model.safetensors pytorch_model.bin model.pt": (),
+}
+
+
+def files_read(folder, load_format):
+    """What vLLM's own loader would read, and whether as safetensors; None if it can read nothing."""
+    from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
+
+    loader = get_model_loader(LoadConfig(load_format=load_format))
+    if not isinstance(loader, DefaultModelLoader):
+        return load_format
+    try:
+        return loader._prepare_weights(str(folder), None, None, True, None)
+    except RuntimeError:
+        return None
+
+
+@pytest.mark.parametrize("names", ALIKE)
+def test_formats_share_where_each_reads_the_same_files(tmp_path, names):
+    for number, name in enumerate(names.split()):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save_file({"w": torch.full((4,), float(number))}, tmp_path / name)
+    model = types.SimpleNamespace(model=str(tmp_path), revision=None, model_weights="")
+    loads = {each: LoadConfig(load_format=each) for each in FORMATS}
+    facts = {each: model_weights.identify(model, load, IdentityConfig()).fact for each, load in loads.items()}
+    shared = [each for each in FORMATS if facts[each] == weights.digest(tmp_path)]
+    assert shared == list(ALIKE[names])
+    assert len(set(facts.values())) == len(FORMATS) - len(shared) + bool(shared)
+    assert all(files_read(tmp_path, each) == files_read(tmp_path, "auto") for each in shared)
+
+
+@pytest.mark.parametrize("way", ["full", "sampled", "name:acme 7"])
+def test_a_format_counts_however_weights_are_identified(model, tmp_path, way):
+    """Also where an operator names them: kvtier then knows no folder."""
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "consolidated.safetensors")
+    found = {model_weights.identify(*configs(tmp_path, load_format=each), IdentityConfig(way)) for each in FORMATS}
+    assert len(found) == len(FORMATS)
+
+
+def test_another_format_of_the_same_files_hits_and_other_files_of_the_folder_do_not(engine, model, tmp_path):
+    """The files of the other format hold other weights, as if somebody had converted an earlier version."""
+    shutil.copytree(model, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    torch.save({name: tensor * 1.5 for name, tensor in tensors.items()}, tmp_path / "model" / "model.pt")
+    asked, answers = prompt(64, 530), {}
+    for load_format in ("auto", "safetensors", "hf", "pt"):
+        with engine(cpu_and_disk(tmp_path / "disk"), model=tmp_path / "model", load_format=load_format) as served:
+            answers[load_format] = served.ask(asked)[0]
+    assert [answer.cached for answer in answers.values()] == [0, 512, 512, 0]
+    assert answers["auto"].differs(answers["safetensors"]) == answers["auto"].differs(answers["hf"]) == 0
+    assert answers["auto"].differs(answers["pt"]) > 0.1
 
 
 def test_missing_weights_are_not_guessed(model, tmp_path):

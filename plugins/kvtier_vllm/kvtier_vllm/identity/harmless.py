@@ -13,7 +13,8 @@ from collections.abc import Mapping
 _FIELDS: Mapping[str, Mapping[str, str]] = {
     "where things lie; what is read there is identified by its bytes, or counts under another name": {
         "model_config": "model model_weights revision hf_config_path hf_token trust_remote_code",
-        "load_config": "download_dir",
+        # load_format is part of the weights' fact, unless each of several formats would read the same files.
+        "load_config": "download_dir load_format",
         "compilation_config": "cache_dir local_cache_dir debug_dump_path",
         "speculative_config": "model revision",
         "model_config.multimodal_config": "mm_encoder_fp8_scale_save_path",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from pathlib import Path
 
 import attrs
@@ -17,6 +19,9 @@ from kvtier_vllm import speculation
 _FROM_THE_FOLDER = (DefaultModelLoader, ShardedStateLoader)
 #: The format that reads a cache made from the files once, instead of the files.
 _FROM_A_CACHE = "npcache"
+#: Formats that read the same files if there are any ``*.safetensors`` and none of them is of Mistral's format.
+_ALIKE = ("auto", "hf", "safetensors")
+_MISTRALS = "consolidated"  # how the names of these files begin; only "auto" prefers them
 
 
 @attrs.frozen
@@ -41,7 +46,7 @@ def identify(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> Mod
     """
     if asked.named:
         return ModelWeights(
-            asked.weights,
+            asked.weights + _format(load),
             "the weights are assumed to be what identity.weights names; this is not checked. Another model under this "
             "name, or the next version of this one, would be given wrong KV",
         )
@@ -57,6 +62,7 @@ def identify(model: ModelConfig, load: LoadConfig, asked: IdentityConfig) -> Mod
         return Unknown(f"cannot read the weights of {model.model} from this disk: {error}")
     if found is None:
         return Unknown(f"no weights in {folder}")
+    found += _format(load, folder)
     if sampled:
         return ModelWeights(
             f"sampled {found}",
@@ -70,7 +76,7 @@ def identify_all(config: VllmConfig, asked: IdentityConfig) -> ModelWeights | Un
     """The weights of an engine's model and, if it has one, of its draft model; as `identify`."""
     found = identify(config.model_config, config.load_config, asked)
     draft = speculation.draft_model(config)
-    if draft is None or asked.named or isinstance(found, Unknown):
+    if draft is None or isinstance(found, Unknown):
         return found
     drafts = identify(draft.model, draft.load, asked)
     if isinstance(drafts, Unknown):
@@ -89,6 +95,13 @@ def _not_from_the_folder(model: ModelConfig, load: LoadConfig) -> str:
     if type(loader) not in _FROM_THE_FOLDER or load.load_format == _FROM_A_CACHE:
         return f"load_format {load.load_format!r} reads the weights from a source that kvtier cannot identify"
     return f"the weights are in {model.model_weights}, not on this disk" if model.model_weights else ""
+
+
+def _format(load: LoadConfig, folder: Path | None = None) -> str:
+    """For the fact, the format in which weights are read; empty if each of `_ALIKE` would read the same files."""
+    found = glob.glob(os.path.join(folder, "*.safetensors")) if folder else []  # as vLLM's loader does
+    alike = load.load_format in _ALIKE and not any(os.path.basename(file).startswith(_MISTRALS) for file in found)
+    return "" if found and alike else f", load_format {load.load_format}"
 
 
 def _folder(model: ModelConfig, load: LoadConfig) -> Path:
