@@ -53,7 +53,7 @@ BUDGETS = {
     "kvtier_serve": 5510,
     "kvtier_simulate": 1780,
     "kvtier_testing": 5150,
-    "kvtier_vllm": 4590,
+    "kvtier_vllm": 4605,
 }
 
 

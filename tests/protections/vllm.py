@@ -24,6 +24,13 @@ MUTANTS = (
         BESIDE + "test_beside_others_kvtier_leaves_words_about_prefill_and_decode_to_them",
     ),
     Mutant(
+        "adapters-leak-on-no-device",
+        CONNECTOR,
+        "adapters_leak=leak",
+        "adapters_leak=False",
+        "plugins/kvtier_vllm/tests/test_adapters.py::test_what_vllm_computes_without_an_adapter_beside_one_is_not_kept",
+    ),
+    Mutant(
         "unread-words-store",
         "plugins/kvtier_vllm/kvtier_vllm/requests/words.py",
         "said[word]) or 0 for",

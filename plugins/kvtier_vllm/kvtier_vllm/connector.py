@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
@@ -45,6 +46,7 @@ from kvtier_vllm.groups import Tables
 from kvtier_vllm.identity import model_weights
 from kvtier_vllm.metrics import KVTierPromMetrics, KVTierStats, tokens_by_source
 from kvtier_vllm.requests.disaggregation import handed_over
+from kvtier_vllm.requests.identity import Identifier
 from kvtier_vllm.requests.tracker import RequestTracker
 from kvtier_vllm.startup import open_side, read_config
 from kvtier_vllm.steps import StepPlanMetadata, WorkerProgressMetadata, result_of, step_of
@@ -187,7 +189,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             return self._refuse(opened.reason)
         # Two connectors that answer to the same words would end the engine.
         is_alone = all(report.is_alone for report in self._reports)
-        self._requests = RequestTracker(reads_handovers=is_alone, defaults=self.config.requests)
+        # In those of vLLM 0.32 for other devices than GPUs, "no adapter" is number -1, the last one.
+        leak = self._vllm_config.lora_config is not None and not current_platform.is_cuda_alike()
+        identifier = Identifier(adapters_leak=leak)
+        self._requests = RequestTracker(identifier, reads_handovers=is_alone, defaults=self.config.requests)
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened
         follow_calls(_workers_were_called)

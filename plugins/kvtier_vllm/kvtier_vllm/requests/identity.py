@@ -46,8 +46,10 @@ class RequestIdentity:
 class Identifier:
     """Identifies requests. Make one when the engine starts; see `Adapters`."""
 
-    def __init__(self, adapters: Adapters | None = None) -> None:
+    def __init__(self, adapters: Adapters | None = None, *, adapters_leak: bool = False) -> None:
+        """``adapters_leak``: may the engine apply an adapter to requests without one, if a step has both?"""
         self._adapters = adapters or Adapters()
+        self._adapters_leak = adapters_leak
 
     def identify(self, request: Request) -> RequestIdentity | Bypass:
         """The facts that the KV of a request will depend on. Call it before the engine has computed any of it."""
@@ -68,6 +70,8 @@ class Identifier:
         if request.pooling_params:
             refuse_others("a pooling request", request.pooling_params, POOLING)
         adapter = request.lora_request
+        if self._adapters_leak and not adapter:
+            raise Unidentified("vLLM's LoRA kernels for this device may apply an adapter to it")
         ingredients: dict[str, str] = {}
         if request.cache_salt:
             ingredients["cache_salt"] = stand_in(request.cache_salt)
