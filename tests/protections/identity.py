@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "the-longest-sequence-of-drafts-does-not-count",
         IDENTITY,
-        "if config.speculative_config is None and packages",
+        "if not speculation.changes_kv(config) and packages",
         "if packages",
         "plugins/kvtier_vllm/tests/test_identity.py::test_the_longest_sequence_counts_if_code_of_the_model_names_it",
     ),

@@ -211,8 +211,10 @@ def test_an_option_that_changes_the_kv_changes_the_namespace(model, base, option
     assert facts(engine_config(model, **options)).digest != facts(base).digest
 
 
-def test_the_longest_sequence_counts_if_code_of_the_model_names_it(model):
-    """As that of some ropes does. With a draft it always counts."""
+def test_the_longest_sequence_counts_if_code_of_the_model_names_it(model, tmp_path):
+    """As that of some ropes does. With a draft that has KV it always counts."""
+    import tiny_drafts
+
     short, long = engine_config(model, max_model_len=512), engine_config(model, max_model_len=1024)
 
     def of_engine(config, *models):
@@ -234,7 +236,12 @@ def test_the_longest_sequence_counts_if_code_of_the_model_names_it(model):
     for models in ((*OF_TORCH, naming), (torch.nn.Sequential(*OF_TORCH, naming),), (other, without_source)):
         assert of_engine(short, *models).differences(of_engine(long, *models)) == [("longest sequence", "512", "1024")]
     assert of_engine(short, Rope()) != of_engine(long, Rope()), "code of another package may read it anywhere"
-    draft = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    words = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    assert of_engine(engine_config(model, max_model_len=1024, speculative_config=words), *OF_TORCH) == of_engine(
+        short, *OF_TORCH
+    )
+    tiny_drafts.make_eagle(tmp_path, 1)
+    draft = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 2}
     drafting = [engine_config(model, max_model_len=each, speculative_config=draft) for each in (512, 1024)]
     assert len({of_engine(config, *OF_TORCH) for config in drafting}) == 2
 
