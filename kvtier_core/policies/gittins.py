@@ -26,8 +26,8 @@ from typing import ClassVar, Literal
 import attrs
 
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
+from kvtier_core.native import choose
 from kvtier_core.policies.lifetable import AGES, EDGES, LifeTable
-from kvtier_core.policies.native_counterpart import native_counterpart
 from kvtier_core.types import ChunkKey
 
 _REUSES = 3
@@ -56,8 +56,8 @@ class GittinsConfig(EvictionConfig):
     classes: Literal["simple", "full"] = "full"  #: simple: only by the number of requests
 
     def open(self) -> EvictionPolicy:
-        """The policy in C++ if that was compiled."""
-        return native_counterpart(Gittins)(sizes=1 if self.classes == "simple" else _SIZES)
+        """The policy in C++ if that was compiled; for `isinstance` it is an `EvictionPolicy`, too."""
+        return EvictionPolicy.register(choose("Gittins", Gittins))(sizes=1 if self.classes == "simple" else _SIZES)
 
 
 class _Group:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import attrs
 
 from kvtier_core.interfaces import EvictionConfig, EvictionPolicy
-from kvtier_core.policies.native_counterpart import native_counterpart
+from kvtier_core.native import choose
 from kvtier_core.types import ChunkKey
 
 
@@ -25,8 +25,8 @@ class LruConfig(EvictionConfig):
     type: ClassVar[str] = "lru"
 
     def open(self) -> EvictionPolicy:
-        """The policy in C++ if that was compiled."""
-        return native_counterpart(Lru)()
+        """The policy in C++ if that was compiled; for `isinstance` it is an `EvictionPolicy`, too."""
+        return EvictionPolicy.register(choose("Lru", Lru))()
 
 
 class Lru(EvictionPolicy):
