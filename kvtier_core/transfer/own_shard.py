@@ -10,7 +10,6 @@ import attrs
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import FrameError, expected_header, shard_checksums_of, verify_checksums
 from kvtier_core.frames.identity import codec_of_slots
-from kvtier_core.interfaces import PagedKVCache
 from kvtier_core.layouts import ChunkLayout, Part
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, FrameRead, ReadStatus, StoredFrame
 
@@ -43,10 +42,6 @@ class OwnShard:
         if len(part.shards) == 1 or not shard.nbytes or shard.offset % FRAME_ALIGNMENT:
             return cls(layout, rank, part, None)
         return cls(layout.alone(rank), 0, part, part.shards.index(shard))
-
-    def slots_of(self, cache: PagedKVCache) -> PagedKVCache:
-        """The same cache with the layout of these slots."""
-        return attrs.evolve(cache, layout=self.layout, rank=self.rank)
 
     @property
     def nbytes(self) -> int:

@@ -92,11 +92,8 @@ def _wrong(cache: PagedKVCache, slots: int, part: Part, chunk: Sequence[Sequence
     if tuple(map(len, chunk)) != part.blocks:
         return _wrong_lengths(cache, part, chunk)
     row = list(chain(*chunk))
-    return (
-        ""
-        if _within(row, NO_BLOCK, cache.blocks)
-        else (f"block ids {row} are not all NO_BLOCK or one of {cache.blocks}")
-    )
+    within = _within(row, NO_BLOCK, cache.blocks)
+    return "" if within else f"block ids {row} are not all NO_BLOCK or one of {cache.blocks}"
 
 
 def _part_of(cache: PagedKVCache, chunk: Sequence[Sequence[int]]) -> Part:

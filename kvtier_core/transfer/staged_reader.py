@@ -11,7 +11,7 @@ import itertools
 import math
 import mmap
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -89,7 +89,8 @@ class HostLane:
         counts = self._source.read(ranges, into)
         headers = as_read(into[: len(frames)], counts[: len(frames)])
         shards = [self._memory[at : at + self._own.nbytes] for at in starts[len(frames) :]]
-        return examined(self._own, frames, headers, counts[len(frames) :], map(crc32, shards))
+        found = zip(frames, headers, counts[len(frames) :], map(crc32, shards), strict=True)
+        return [self._own.examine(*each) for each in found]
 
     def facts(self) -> Mapping[str, str]:
         return {"read into": f"the host's memory{self._why and f' ({self._why})'}"}
@@ -109,18 +110,6 @@ def as_read(into: Sequence[memoryview], counts: Sequence[int | BackendError]) ->
     return [
         count if isinstance(count, BackendError) else view[:count] for view, count in zip(into, counts, strict=True)
     ]
-
-
-def examined(
-    own: OwnShard,
-    frames: Sequence[StoredFrame],
-    headers: Sequence[memoryview | BackendError],
-    counts: Sequence[int | BackendError],
-    checksums: Iterable[int],
-) -> list[FrameRead]:
-    """The outcome for each frame, from its header, the number of bytes read of its shard, and their checksum."""
-    found = zip(frames, headers, counts, checksums, strict=True)
-    return [own.examine(*each) for each in found]
 
 
 @attrs.define
@@ -161,7 +150,7 @@ class StagedReader(DirectReader):
         self._timeout = timeout
         own = OwnShard.of(cache.layout, cache.rank)
         try:
-            self._lanes = open_lanes(source, own, own.slots_of(cache))
+            self._lanes = open_lanes(source, own, attrs.evolve(cache, layout=own.layout, rank=own.rank))
         except BaseException:
             source.close()
             raise

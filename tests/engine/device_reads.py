@@ -21,8 +21,7 @@ from patience import HANG
 from test_staged_reader import HASTY, KEYS, NBYTES, SHARD, Machine, good, same
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer import cuda
-from kvtier_core.transfer.cuda import opening
+from kvtier_core.transfer.cuda import device_slots, opening
 from kvtier_core.transfer.cuda.autotune import decided
 from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 from kvtier_core.transfer.cuda.library import FILE, Method
@@ -43,7 +42,7 @@ def fake(monkeypatch):
     slots = functools.partial(DeviceSlots, device=device, engine=fake)
     staged = decided(Method.STAGED)
     mover = functools.partial(open_mover, device=device, engine=fake, half_nbytes=64 << 10, autotune=staged)
-    monkeypatch.setattr(cuda, "open_device_slots", slots)
+    monkeypatch.setattr(device_slots, "DeviceSlots", slots)
     monkeypatch.setattr(opening, "open_mover", mover)
     monkeypatch.setattr(device_lane, "DeviceReads", functools.partial(DeviceReads, must_be_direct=False))
     yield fake
@@ -203,7 +202,7 @@ def test_without_room_on_the_gpu_the_hosts_memory_is_used(opened, fake, monkeypa
     def full(cache, slots):
         raise BackendError("CUDA cannot allocate memory: out of memory")
 
-    monkeypatch.setattr(cuda, "open_device_slots", full)
+    monkeypatch.setattr(device_slots, "DeviceSlots", full)
     attached(opened)
     assert [where(side) for side in opened.sides] == [
         "the host's memory (CUDA cannot allocate memory: out of memory)"

@@ -10,8 +10,7 @@ from fake_cuda import FakeCuda
 from sizes import some
 from test_on_gpu import SHAPES, GpuPages
 
-from kvtier_core.transfer import cuda
-from kvtier_core.transfer.cuda import opening
+from kvtier_core.transfer.cuda import device_slots, opening
 from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 from kvtier_core.transfer.cuda.library import Method
 from kvtier_core.transfer.cuda.opening import open_mover
@@ -37,7 +36,7 @@ def memory_of_the_host(monkeypatch):
     options = {"device": fake.device(), "engine": fake}
 
     monkeypatch.setattr(opening, "open_mover", functools.partial(open_mover, **options))
-    monkeypatch.setattr(cuda, "open_device_slots", functools.partial(DeviceSlots, **options))
+    monkeypatch.setattr(device_slots, "DeviceSlots", functools.partial(DeviceSlots, **options))
     monkeypatch.setattr(test_on_gpu, "open_mover", functools.partial(open_mover, **options))
     monkeypatch.setattr(GpuPages, "device", "cpu")
     monkeypatch.setattr(GpuPages, "kv_cache", lambda pages: attrs.evolve(kv_cache(pages), device="cuda:0"))

@@ -37,7 +37,7 @@ MUTANTS = (
         "loads-before-their-step",
         DEVICE_MOVER,
         "wait_event(after or self.mark())",
-        "wait_event(after or self._now(self._loads.kernels))",
+        "wait_event(after or self._engine.Event())",
         "tests/transfer/test_cuda_mover.py::test_a_load_waits_for_no_forward_of_its_own_step",
     ),
     Mutant(

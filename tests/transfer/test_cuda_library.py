@@ -14,9 +14,9 @@ from sizes import some
 from test_mover import World
 
 from kvtier_core.errors import BackendError
-from kvtier_core.transfer import cuda as package
 from kvtier_core.transfer import movers
 from kvtier_core.transfer.cuda import library as library_module
+from kvtier_core.transfer.cuda.device_slots import DeviceSlots
 from kvtier_core.transfer.cuda.library import FILE, Direction, Library, Method
 from kvtier_core.transfer.page_lists import Layer
 from kvtier_testing.samples import make_layout
@@ -92,10 +92,10 @@ def test_the_library_needs_nothing_that_an_engine_may_have_in_another_version(li
 def test_without_a_gpu_nothing_is_opened():
     cache = attrs.evolve(World(make_layout()).kv_cache, device="cuda:0")
     slot_nbytes = cache.layout.frame_nbytes
-    for _ in range(2):  # not only before modules of the package are imported
+    for _ in range(2):  # not only the first time
         for opening in (
             partial(movers.open_mover, cache, anonymous(slot_nbytes), slot_nbytes),
-            partial(package.open_device_slots, cache, 1),
+            partial(DeviceSlots, cache, 1),
         ):
             with pytest.raises(BackendError):
                 opening()

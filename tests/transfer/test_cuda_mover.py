@@ -187,7 +187,9 @@ class WithoutFence(DeviceMover):
 
 class BeforeTheForward(DeviceMover):
     def mark(self):
-        return self._now(self._stores.kernels)
+        event = self._engine.Event()
+        event.record(self._stores.kernels)
+        return event
 
 
 class LoadsOvertakeStores(DeviceMover):

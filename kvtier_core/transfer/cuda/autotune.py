@@ -19,7 +19,7 @@ import attrs
 
 from kvtier_core.errors import BackendError
 from kvtier_core.transfer.cuda.host_registration import PIECE_NBYTES
-from kvtier_core.transfer.cuda.library import Device, Direction, Method, NativePart
+from kvtier_core.transfer.cuda.library import Device, Direction, Method
 from kvtier_core.transfer.page_lists import Layer
 from kvtier_core.work.io_pool import run
 
@@ -100,9 +100,10 @@ class ScratchAutotune:
 
     def _is_right(self, scratch: _Scratch, method: Method, to_slots: bool) -> bool:
         """Does each byte of a job arrive in its place? The opposite direction uses DIRECT."""
-        expected = scratch.refill()
+        expected = (os.urandom(_PATTERN_NBYTES) * (scratch.nbytes // _PATTERN_NBYTES + 1))[: scratch.nbytes]
+        scratch.memory[:] = expected
         self._seconds(scratch, Method.DIRECT if to_slots else method, False)
-        scratch.clear()
+        scratch.memory[:] = bytes(scratch.nbytes)
         self._seconds(scratch, method if to_slots else Method.DIRECT, True)
         return scratch.memory[:] == expected
 
@@ -118,8 +119,6 @@ class ScratchAutotune:
 
 class _Scratch:
     """Pages with the relative layout of ``layers``, slots for them, and a job over random blocks."""
-
-    part: NativePart
 
     def __init__(self, device: Device, layers: Sequence[Layer], nbytes: int, cleanup: ExitStack):
         shard_nbytes = sum(layer.nbytes * layer.blocks for layer in layers)
@@ -141,16 +140,6 @@ class _Scratch:
         # Random blocks, because the engine's are rarely contiguous; each once, because a load writes no page twice.
         self.rows = array("i", random.Random(0).sample(range(chunks * width), chunks * width))
         self.slots = array("i", range(chunks))
-
-    def refill(self) -> bytes:
-        """Fill the slots with new random bytes and return them."""
-        content = (os.urandom(_PATTERN_NBYTES) * (self.nbytes // _PATTERN_NBYTES + 1))[: self.nbytes]
-        self.memory[:] = content
-        return content
-
-    def clear(self) -> None:
-        """Fill the slots with zeros."""
-        self.memory[:] = bytes(self.nbytes)
 
 
 def _placed(layers: Sequence[Layer], blocks: int) -> tuple[list[tuple[Layer, int]], int]:

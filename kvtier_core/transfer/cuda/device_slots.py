@@ -21,7 +21,7 @@ from kvtier_core.transfer.cuda.mover import ArenaSlots, DeviceMover
 from kvtier_core.transfer.page_lists import check_cache, layers_of
 
 
-@attrs.frozen
+@attrs.define
 class _OnDevice:
     """Memory of the device, which need not be page-locked."""
 

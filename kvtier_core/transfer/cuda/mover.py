@@ -39,17 +39,9 @@ logger = logging.getLogger("kvtier")
 class Locked(Protocol):
     """The page-locked memory: this rank's shards of an arena's slots, or all slots, from the first one on."""
 
-    @property
-    def base(self) -> int:
-        """Address of the first piece."""
-
-    @property
-    def stride(self) -> int:
-        """Bytes from one piece to the next; 0: nothing need be locked."""
-
-    @property
-    def end(self) -> int:
-        """Address up to which every piece is locked."""
+    base: int  #: address of the first piece
+    stride: int  #: bytes from one piece to the next; 0: nothing need be locked
+    end: int  #: address up to which every piece is locked
 
     def facts(self) -> Mapping[str, str]:
         """How much is page-locked, in plain words."""
@@ -129,7 +121,9 @@ class DeviceMover(Mover):
         self._closed = False
 
     def mark(self) -> Any:
-        return self._now(self._engine.current_stream(self._device))
+        event = self._engine.Event()
+        event.record(self._engine.current_stream(self._device))
+        return event
 
     def store(self, job: int, pages: PageList, slots: Sequence[int]) -> None:
         checked = self._checked(job, pages, slots)
@@ -226,12 +220,6 @@ class DeviceMover(Mover):
         for stream in (through.kernels, through.bus):
             run(stream.synchronize)  # a device that refuses this, too, is lost
         self._results.append(job.end(ok=False))
-
-    def _now(self, stream: Any) -> Any:
-        """An event that occurs when the stream has done everything enqueued on it so far."""
-        event = self._engine.Event()
-        event.record(stream)
-        return event
 
     def _checked(self, job: int, pages: PageList, slots: Sequence[int]) -> CheckedJob:
         if job in self._jobs:

@@ -13,9 +13,8 @@ from itertools import accumulate, pairwise
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Mover, PagedKVCache
 from kvtier_core.storekit.files import bounce
-from kvtier_core.transfer import cuda
 from kvtier_core.transfer.own_shard import FrameRange, OwnShard
-from kvtier_core.transfer.staged_reader import as_read, examined
+from kvtier_core.transfer.staged_reader import as_read
 from kvtier_core.types import FRAME_HEADER_NBYTES, FrameRead, StoredFrame
 from kvtier_core.work.io_pool import run_within
 from kvtier_gds.device_reads import DeviceMemory, DeviceReads
@@ -41,7 +40,9 @@ class DeviceLane:
         self._timeout = timeout
         self._slot_nbytes = cache.layout.frame_nbytes
         self.slots = max(1, _NBYTES // self._slot_nbytes)
-        self._device = cuda.open_device_slots(cache, self.slots)
+        from kvtier_core.transfer.cuda import device_slots  # imports torch
+
+        self._device = device_slots.DeviceSlots(cache, self.slots)
         self._memory = DeviceMemory(self._device.ordinal, self._device.address, self.slots * self._slot_nbytes)
         self.mover: Mover = self._device.mover
         self._compared = ""
@@ -61,7 +62,7 @@ class DeviceLane:
         into = [self._memory.part(at, each.nbytes) for at, each in zip(begins, extents, strict=False)]
         counts = self._read_payloads(extents, into)
         checksums = self._device.checksums(0, len(frames), FRAME_HEADER_NBYTES, self._own.nbytes)
-        return examined(self._own, frames, headers, counts, checksums)
+        return [self._own.examine(*each) for each in zip(frames, headers, counts, checksums, strict=True)]
 
     def compare(self, samples: Sequence[Extent]) -> None:
         """Raises BackendError if reads into the host's memory are faster. Too few frames are not measured."""
