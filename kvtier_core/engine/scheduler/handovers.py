@@ -135,7 +135,8 @@ class Handovers:
         """
         if known := self._leases.pop(holder, None):
             self._forget(known.path)
-        most = self._most_chunks()
+        usage = self._stack.usage()
+        most = usage[0].capacity // self._chunk_nbytes // _SHARE if usage else 0  # with packed shards it could be more
         lease = self._leases[holder] = _Lease(path[:most], limit, salt, ends)
         self._chunks.update(lease.path)
         while len(self._chunks) > most:
@@ -171,11 +172,6 @@ class Handovers:
         if lost and not kept:
             detail = f"{request}: nothing is kept; the engine that decodes computes the prompt again"
             self._log.log(logging.WARNING, "prefill for another engine", detail, why)
-
-    def _most_chunks(self) -> int:
-        """How many chunks all leases together may keep; with packed shards it could be some more."""
-        usage = self._stack.usage()
-        return usage[0].capacity // self._chunk_nbytes // _SHARE if usage else 0
 
 
 def _holder(state: RequestState) -> str:

@@ -96,16 +96,16 @@ class Loads:
         places = match.found.parts or [(number, 0) for number in range(len(match.found.slots))]
         loaded = [(first + number, part) for number, part in places if first + number < last]
         pages = tuple(self._pages(*each, tables, match.computed, end) for each in loaded)
-        tiers = self._tier_of_each_chunk(match.found, last - first)
+        tiers = _tier_of_each_chunk(places, match.found.sources, last - first)
         state.load.sources = tokens_by_tier(tiers, first, match.computed, tokens, size)
         match.reason = ", ".join(f"{tier} {chunks * size}" for tier, chunks in Counter(tiers).items())
         if len(loaded) > match.found.exact:
             match.reason += "; lossy: the answer may differ"
-        state.load.frames = {}
+        state.load.frames, arenas = {}, list(self._stack.handles)
         for slot, (number, part) in zip(match.found.slots, loaded, strict=False):
-            place = slot.tier if isinstance(slot, StoredFrame) else slot.arena
+            tier = slot.tier if isinstance(slot, StoredFrame) else arenas[slot.arena]
             key = state.path[number]
-            state.load.frames.setdefault(place, []).append(part_key(key, part) if self._parted else key)
+            state.load.frames.setdefault(tier, []).append(part_key(key, part) if self._parted else key)
         del self._waiting[state.holder]
         self._holders[state.view.request_id] = state.holder
         if self._expected(tables, match.computed, end) - _blocks_of(pages):
@@ -134,17 +134,6 @@ class Loads:
         spans = (_span(computed, end, group.block_tokens) for group in self._layout.groups)
         blocks = (table[span.start : span.stop] for table, span in zip(tables, spans, strict=True))
         return set(chain.from_iterable(blocks)) - {NO_BLOCK}
-
-    def _tier_of_each_chunk(self, found: Lookup, chunks: int) -> list[str]:
-        """The tier that supplied each chunk; for a chunk of which nothing needs to be loaded, that of the next one."""
-        places = found.parts or [(number, 0) for number in range(len(found.slots))]
-        tiers: dict[int, str] = {}
-        for (number, _), tier in zip(places, found.sources, strict=True):
-            tiers.setdefault(number, tier)
-        of_each: list[str] = []
-        for number in sorted(tiers):
-            of_each += [tiers[number]] * (number + 1 - len(of_each))
-        return of_each[:chunks]
 
     def take_planned(self) -> tuple[tuple[str, Transfer], ...]:
         """The transfers planned since the last call, by request."""
@@ -185,6 +174,17 @@ def _span(computed: int, end: int, block_tokens: int) -> range:
 
 def _blocks_of(pages: Sequence[ChunkPages]) -> set[int]:
     return set(chain.from_iterable(chain.from_iterable(pages))) - {NO_BLOCK}
+
+
+def _tier_of_each_chunk(places: Sequence[tuple[int, int]], sources: Sequence[str], chunks: int) -> list[str]:
+    """The tier that supplied each chunk; for a chunk of which nothing needs to be loaded, that of the next one."""
+    tiers: dict[int, str] = {}
+    for (number, _), tier in zip(places, sources, strict=True):
+        tiers.setdefault(number, tier)
+    of_each: list[str] = []
+    for number in sorted(tiers):
+        of_each += [tiers[number]] * (number + 1 - len(of_each))
+    return of_each[:chunks]
 
 
 def tokens_by_tier(tiers: Sequence[str], first: int, computed: int, tokens: int, chunk_tokens: int) -> Counter[str]:

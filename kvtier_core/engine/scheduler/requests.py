@@ -75,8 +75,7 @@ class Load:
 
     begun: float = 0.0  #: when it was planned
     sources: Counter[str] = attrs.field(factory=Counter)  #: tokens, by tier
-    #: Its frames by the number of the arena, or by the name of a store tier that workers read.
-    frames: dict[int | str, list[ChunkKey]] = attrs.field(factory=dict)
+    frames: dict[str, list[ChunkKey]] = attrs.field(factory=dict)  #: by tier: an arena, or a store that workers read
     failed: bool = False  #: then nothing more is looked up for the request; what it computes is stored
 
 
@@ -106,18 +105,18 @@ class RequestState:
         assert isinstance(self.view.identity, KVIdentity), "it is bypassed"
         return self.view.identity
 
-    def loaded_from(self, names: Mapping[int, str], layout: ChunkLayout, seconds: float) -> list[Event]:
-        """An event for each tier, after its load succeeded in ``seconds`` seconds. ``names`` are those of arenas."""
+    def loaded_from(self, layout: ChunkLayout, seconds: float) -> list[Event]:
+        """An event for each tier, after its load succeeded in ``seconds`` seconds."""
         return [
             Event(
                 EventKind.LOADED,
-                at if isinstance(at, str) else names[at],
+                tier,
                 tuple(keys),
                 layout.payloads_nbytes(keys),
                 seconds=seconds,
                 request=self.name,
             )
-            for at, keys in self.load.frames.items()
+            for tier, keys in self.load.frames.items()
         ]
 
     def looked_up(

@@ -275,8 +275,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         failed = self._loads.under_way(result.failed_loads)
         for request_id in self._loads.under_way(result.ended_loads) - failed:
             if state := self._requests.get(request_id):
-                names = dict(enumerate(self.manager.handles))
-                loaded = state.loaded_from(names, self._layout, self._clock() - state.load.begun)
+                loaded = state.loaded_from(self._layout, self._clock() - state.load.begun)
                 self.events.record([*self._waiting.loaded(state), *loaded])
                 self._count(state, state.load.sources)
         self._loads.end(result.ended_loads, failed)

@@ -20,10 +20,9 @@ class _StoreJob:
     keys: list[ChunkKey]
     blocks: frozenset[int]  #: the blocks whose pages are read
     waiting: int  #: workers that have not reported its end
+    filled: int  #: number of leading chunks that are filled, according to the workers' reports so far
     failed: bool = False
     checksums: dict[int, Sequence[int]] = attrs.field(factory=dict)  #: of each chunk, by shard
-    #: Number of leading chunks that are filled, according to the workers' reports so far.
-    filled: int = attrs.field(default=attrs.Factory(lambda job: len(job.keys), takes_self=True))
 
 
 class StoreJobs:
@@ -66,7 +65,7 @@ class StoreJobs:
         wanted = tuple(map(pages.__getitem__, slots))
         blocks = frozenset(itertools.chain.from_iterable(itertools.chain.from_iterable(wanted)))
         self._last_job += 1
-        self._jobs[self._last_job] = _StoreJob(list(slots), blocks, self._ranks)
+        self._jobs[self._last_job] = _StoreJob(list(slots), blocks, self._ranks, len(slots))
         return ((self._last_job, Transfer(tuple(slots.values()), wanted)),)
 
     def to_fence(self, new_blocks: Collection[int]) -> tuple[int, ...]:

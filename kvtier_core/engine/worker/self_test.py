@@ -25,7 +25,6 @@ _UNTOUCHED_PAGES = 2
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STORE, _LOAD, _WHOLE = -1, -2, -3  # jobs
 
-
 #: The engine's tensors of a group, by the name of the layer.
 LayerCaches = Mapping[str, torch.Tensor]
 
@@ -52,7 +51,8 @@ def _try_part(mover: Mover, table: PagedKVCache, part: Part, caches: LayerCaches
     chunk = [_scattered(copied, places, drawn_from) for places in part.blocks]  # the same blocks of every group
     before = {name: cache[drawn] for name, cache in pages.items()}  # indexing with a list copies
     try:
-        for name in _one_of_each(pages):
+        each_once = {(cache.data_ptr(), cache.stride()): name for name, cache in pages.items()}.values()
+        for name in each_once:  # layers may share their pages
             pages[name][drawn] = _noise(before[name], drawn_from, packs=table.layout.packed)
         written = {name: cache[drawn] for name, cache in pages.items()}
         mover.store(_STORE, [chunk], [slot])
@@ -79,11 +79,6 @@ def _try_part(mover: Mover, table: PagedKVCache, part: Part, caches: LayerCaches
 def _pages(cache: torch.Tensor, blocks: int) -> torch.Tensor:
     """The bits of a layer by block. The engine may have split a block into several rows."""
     return torch.unflatten(cache.view(_BITS[cache.element_size()]), 0, (blocks, -1))
-
-
-def _one_of_each(pages: LayerCaches) -> Sequence[str]:
-    """Names of layers such that each page is named once: layers may share their pages."""
-    return list({(cache.data_ptr(), cache.stride()): name for name, cache in pages.items()}.values())
 
 
 def _scattered(blocks: Sequence[int], places: int, drawn_from: random.Random) -> list[int]:
