@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtier")
 
-T = TypeVar("T")
-
 #: The number of a shared store's frames that an engine remembers. It queries the store again for forgotten ones.
 _REMEMBERED_FRAMES = 1 << 16
 
@@ -65,7 +63,6 @@ _REMEMBERED_COPIES = 1 << 14
 
 #: The reason why the workers of an engine that does not recompute read no store directly.
 FAILS_REQUESTS = "the engine fails requests whose load fails (kv_load_failure_policy)"
-
 
 #: Logs what a stack or an engine starts without.
 log_warning = functools.partial(logger.warning, "kvtier: %s")
