@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
 
 from kvtier_core.cli.output import FINE, Output
 
@@ -32,12 +31,12 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         description='In ~/.bashrc: eval "$(kvtier completion bash)"; in ~/.zshrc the same with zsh.',
     )
     parser.add_argument("shell", choices=("bash", "zsh"))
-    parser.set_defaults(run=functools.partial(run, lambda: commands.choices))
+    parser.set_defaults(run=functools.partial(run, commands))
 
 
-def run(parsers: Callable[[], dict[str, argparse.ArgumentParser]], options: argparse.Namespace, output: Output) -> int:
+def run(commands: argparse._SubParsersAction, options: argparse.Namespace, output: Output) -> int:
     """The script for a shell."""
-    words = {name: _words(parser) for name, parser in parsers().items()}
+    words = {name: _words(parser) for name, parser in commands.choices.items()}
     cases = "\n".join(f'    {name}) choices="{" ".join(each)}" ;;' for name, each in words.items())
     script = _SCRIPT.format(cases=cases, commands=" ".join(words))
     output.value = (_ZSH if options.shell == "zsh" else "") + script
