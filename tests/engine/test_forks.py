@@ -31,7 +31,6 @@ CLOSED_BY_THE_CORE = {"AllocatorBackend", "Backend", "DirectReader", "Mover", "O
 KNOWN = {
     "kvtier_doctor.bench": "a command, which forks nobody",
     "kvtier_vllm.quality.command": "a command, whose engine spawns its processes",
-    "kvtier_core.engine.start.worker_reports": "removes reports by their names, when they have been read or are old",
     "kvtier_observers.endpoint._Server": "closed by an Endpoint, an Observer",
     "kvtier_remote.guarded_memory.GuardedMemory": "a mapping is each process's own",
     "kvtier_remote.user_locks": "called by a ServedMover",
@@ -43,6 +42,7 @@ KNOWN = {
     "kvtier_serve.programs._Program": "ends what its own thread has started, and a fork has none of its threads",
     "kvtier_vllm.metrics": "a registry in this process's memory",
     "kvtier_vllm.quality.scoring": "the engine of a command",
+    "kvtier_vllm.worker_reports": "removes reports by their names, when they have been read or are old",
     "kvtier_gds.slab": "removes a store that a command has made",
     "kvtier_mooncake.client._Process": "closed by a Backend",
     "kvtier_peers.link.Link": "closed by a Backend",

@@ -11,7 +11,6 @@ from pathlib import Path
 from served import config_of
 
 from kvtier_core.engine.messages import WorkerReport
-from kvtier_core.engine.start import worker_reports
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_core.identity import digest_cache
 from kvtier_core.interfaces import Backend
@@ -23,6 +22,7 @@ from kvtier_gds.config import GdsConfig
 from kvtier_remote.connection import connect
 from kvtier_serve.server import Server
 from kvtier_testing.samples import make_context, make_frame, make_key
+from kvtier_vllm import worker_reports
 
 KEY = make_key(0)
 NBYTES = 4 * FRAME_ALIGNMENT

@@ -37,11 +37,11 @@ from vllm.v1.request import Request
 from kvtier_core.config.registry import Registry
 from kvtier_core.engine.messages import Refusal, StepPlan, WorkerProgress, WorkerReport
 from kvtier_core.engine.scheduler.side import SchedulerSide
-from kvtier_core.engine.start import worker_reports as reports
 from kvtier_core.engine.worker.side import WorkerSide
 from kvtier_core.outside import printable
 from kvtier_core.work.io_pool import run
 from kvtier_vllm import groups, kv_events, layout, log, speculation, versions
+from kvtier_vllm import worker_reports as reports
 from kvtier_vllm.groups import Tables
 from kvtier_vllm.identity import model_weights
 from kvtier_vllm.metrics import KVTierPromMetrics, KVTierStats, tokens_by_source

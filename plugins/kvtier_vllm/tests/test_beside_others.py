@@ -20,9 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvtier_core.engine.messages import WorkerReport
-from kvtier_core.engine.start import worker_reports as reports
 from kvtier_core.engine.worker import side as worker
 from kvtier_testing.samples import make_group
+from kvtier_vllm import worker_reports as reports
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
