@@ -121,7 +121,8 @@ class EventKind(enum.Enum):
     EVICTED = "evicted"  #: a tier dropped a chunk to make room
     REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
     MISSING = "missing"  #: a frame was gone from a store whose index had it
-    CORRUPT = "corrupt"  #: a frame failed verification, or is forged; it is not served
+    CORRUPT = "corrupt"  #: a frame failed verification, or is forged, and is not served; or an audit, and was
+    AUDITED = "audited"  #: the engine has computed a chunk that is stored, and they are the same
     INCOMPATIBLE = "incompatible"  #: a frame of another codec, seal key or format version: neither served nor deleted
     IO_ERROR = "io_error"  #: a store raised
     BREAKER_OPEN = "breaker_open"  #: a tier failed repeatedly and is not called for a while

@@ -164,15 +164,15 @@ def test_only_the_backend_of_its_cache_knows_sglang():
 
 
 def test_an_engine_is_served_without_torch_but_for_the_pages_themselves():
-    """The self-test writes to the engine's tensors, and the worker side names their type."""
-    pages = (f"{CORE}.engine.worker.self_test", f"{CORE}.engine.worker.side")
+    """The self-test and audits use the engine's tensors, and the worker side names their type."""
+    pages = tuple(f"{CORE}.engine.worker.{name}" for name in ("self_test", "audit", "side"))
     assert not [where for where in importers("torch", *pages) if where.startswith(f"{CORE}/engine/")]
 
 
 @pytest.mark.parametrize("heavy", [("vllm",), ("vllm", "torch")], ids=" or ".join)
 def test_the_engine_package_loads_no_engine(heavy):
     """In one process for all modules that may load as little; the first one that loads more is named."""
-    pages = (".worker", ".worker.self_test", ".worker.side")
+    pages = (".worker", ".worker.self_test", ".worker.audit", ".worker.side")
     ours = [
         name for name in MODULES if name.startswith(f"{CORE}.engine") and ("torch" not in heavy) == name.endswith(pages)
     ]

@@ -187,9 +187,9 @@ class RequestsConfig:
         return attrs.evolve(self, store=own.store or self.store, load=own.load or self.load) if own else self
 
 
-def _one_or_more(config: object, field: attrs.Attribute, tokens: int | Literal["auto"]) -> None:
-    if tokens != "auto":
-        attrs.validators.ge(1)(config, field, tokens)
+def _one_or_more(config: object, field: attrs.Attribute, value: int | str) -> None:
+    if not isinstance(value, str):
+        attrs.validators.ge(1)(config, field, value)
 
 
 def _a_socket(config: object, field: attrs.Attribute, address: str) -> None:
@@ -223,6 +223,8 @@ class StackConfig:
     load: Literal["auto", "always"] = "auto"
     save_decode: bool = False  #: store chunks of generated tokens, too
     requests: RequestsConfig = attrs.field(factory=RequestsConfig)  #: which requests are stored and loaded
+    #: One of this many hits is audited: the engine computes its last chunk, and compares it with what is stored.
+    audit_every: int | Literal["off"] = attrs.field(default=1000, validator=_one_or_more)
     identity: IdentityConfig = attrs.field(factory=IdentityConfig)  #: decides which engines may share KV
     #: The reaction to a reset of vLLM's caches. vLLM resets them for new weights, a sleep or a pause, and does not
     #: report which: ``keep`` is for an engine whose weights never change while it runs.
@@ -298,10 +300,11 @@ class StackConfig:
 
     def check_host(self) -> None:
         """Raise ConfigError for settings that have no effect on the pages of another engine's own offloading."""
+        default, without = StackConfig(self.tiers), "server record chunk_tokens save_decode requests audit_every"
         problems = [
             self.problem(f"$.{name}", "it has no effect where the host moves the pages", "remove it")
-            for name in ("server", "record", "chunk_tokens", "save_decode", "requests", "log_requests", "programs")
-            if getattr(self, name) not in (None, "auto", False, RequestsConfig(), "all", ())
+            for name in (*without.split(), "log_requests", "programs")
+            if getattr(self, name) != getattr(default, name)
         ]
         if problems:
             raise ConfigError(problems)

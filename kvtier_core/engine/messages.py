@@ -69,6 +69,7 @@ class StepPlan:
     stores: tuple[tuple[int, Transfer], ...] = ()  #: by store job
     stores_to_fence: tuple[int, ...] = ()  #: store jobs not known to have ended, whose pages this step overwrites
     failed_loads: tuple[str, ...] = ()  #: requests that were promised a load which cannot begin
+    audits: tuple[tuple[int, Transfer], ...] = ()  #: by audit: slots to compare with pages that the step has computed
     epoch: int = 0  #: number of changes of the weights that the scheduler side knows of
 
 
@@ -90,6 +91,8 @@ class WorkerProgress:
     no_readers: dict[str, str] = attrs.field(factory=dict)
     #: By epoch of the plan, if the weights are no longer those of that epoch: how a worker noticed.
     changed: dict[int, str] = attrs.field(factory=dict)
+    #: Number of workers by audit and by the difference that they found; "": none, None: they could not compare.
+    audits: Counter[tuple[int, str | None]] = attrs.field(factory=Counter)
     off: str = ""  #: why a worker failed, which now does nothing; empty if none failed
 
     def merge(self, other: WorkerProgress) -> WorkerProgress:
@@ -110,5 +113,6 @@ class WorkerProgress:
             },
             self.no_readers | other.no_readers,
             self.changed | other.changed,
+            self.audits + other.audits,
             self.off or other.off,
         )

@@ -121,6 +121,8 @@ class Host(Scheduling):
                     self._hurry(job)
         self._stores.update((job, (self.late_stores, transfer)) for job, transfer in plan.stores)
         progress = progress.merge(self._end_stores())
+        for number, transfer in plan.audits:
+            progress.audits[number, self._difference(transfer)] += 1
         ended = self._end_loads() | set(plan.failed_loads)
         invalid, self.invalid = self.invalid, set()
         failed = ended & {*self.failing, *plan.failed_loads}
@@ -180,6 +182,16 @@ class Host(Scheduling):
             assert result.ok
             sums += result.checksums
         return tuple(sums)
+
+    def _difference(self, transfer: Transfer) -> str:
+        """Whether pages hold something else than a slot. They keep what they hold."""
+        layers = range(sum(len(group.page_nbytes) for group in self.layout.groups))
+        held = {(layer, block): self._buffer.page(layer, block) for layer in layers for block in blocks_of(transfer)}
+        self._move(transfer, self._mover.load)
+        same = all(self._buffer.page(*place) == page for place, page in held.items())
+        for place, page in held.items():
+            self._buffer.put(*place, page)
+        return "" if same else "other KV"
 
     # -- pages -------------------------------------------------------------------------------------------
 

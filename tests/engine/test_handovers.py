@@ -177,7 +177,7 @@ def two_peers(**more):
     """An engine that computes prompts and one that continues them, which reads from the first one's memory."""
     heap = {"type": "heap", "capacity": f"{60 * FRAME}B"}
     address, registry = f"127.0.0.1:{free_port()}", Registry.of(kvtier_peers.plugin)
-    values = {"version": 1, "chunk_tokens": CHUNK, "load": "always", "load_wait": f"{HANG}s"}
+    values = {"version": 1, "chunk_tokens": CHUNK, "load": "always", "load_wait": f"{HANG}s", "audit_every": "off"}
     listens = {"type": "peers", "listen": address}
     asks = {"type": "peers", "listen": f"127.0.0.1:{free_port()}", "peers": [address]}
     with (

@@ -9,6 +9,8 @@ WEIGHTS = "kvtier_core/identity/weights.py"
 SCHEDULER = "kvtier_core/engine/scheduler/side.py"
 PREFILL_SPEED = "tests/engine/test_prefill_speed.py::"
 WAITING = "tests/engine/test_waiting.py::"
+AUDITED_PAGES = "kvtier_core/engine/worker/audit.py"
+AUDITS = "tests/engine/test_audited_hits.py::"
 WORKER = "kvtier_core/engine/worker/side.py"
 RECORDER = "kvtier_core/engine/recorder.py"
 PROVENANCE = "kvtier_core/engine/scheduler/provenance.py"
@@ -34,6 +36,49 @@ WITHHELD = "tests/engine/test_withheld.py::"
 BESIDE = "plugins/kvtier_vllm/tests/test_beside_others.py::"
 
 MUTANTS = (
+    Mutant(
+        "audits-find-nothing",
+        AUDITED_PAGES,
+        "if found[worst] <= allowed:",
+        "if True:",
+        "plugins/kvtier_vllm/tests/test_audits.py::"
+        "test_wrong_kv_is_noticed_with_the_first_hit_and_then_nothing_is_loaded",
+    ),
+    Mutant(
+        "wrong-kv-is-only-logged",
+        SCHEDULER,
+        'self._self_test.end(f"{wrong.request}: {why}")',
+        "logger.error(why)",
+        AUDITS + "test_other_kv_ends_all_loads_and_stores_with_a_reason",
+    ),
+    Mutant(
+        "an-audit-leaves-what-is-stored",
+        AUDITED_PAGES,
+        "bits[pages] = computed",
+        "pass",
+        AUDITS + "test_pages_that_were_compared_keep_what_they_held",
+    ),
+    Mutant(
+        "audits-outlive-an-epoch",
+        SCHEDULER,
+        "        self._handovers.release_all()\n        self._audits.drop_all()\n",
+        "        self._handovers.release_all()\n",
+        AUDITS + "test_a_disturbed_audit_compares_nothing_and_pins_nothing",
+    ),
+    Mutant(
+        "audits-outlive-their-request",
+        SCHEDULER,
+        "self._audits.drop(state)",
+        "pass",
+        AUDITS + "test_a_disturbed_audit_compares_nothing_and_pins_nothing",
+    ),
+    Mutant(
+        "the-first-rank-ends-an-audit",
+        "kvtier_core/engine/scheduler/audit.py",
+        "if audit.findings.total() < self._layout.ranks:",
+        "if False:",
+        AUDITS + "test_an_audit_ends_with_the_last_rank_and_a_difference_on_one_counts",
+    ),
     Mutant(
         "leases-never-end",
         HANDOVERS,

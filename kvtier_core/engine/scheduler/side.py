@@ -14,6 +14,7 @@ from kvtier_core.config.open import open_token_database
 from kvtier_core.engine.messages import StepPlan, Transfer
 from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
+from kvtier_core.engine.scheduler.audit import Audits
 from kvtier_core.engine.scheduler.handovers import Handovers
 from kvtier_core.engine.scheduler.loads import Loads
 from kvtier_core.engine.scheduler.provenance import Trust
@@ -90,6 +91,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         self._self_test = SelfTestGate(manager, layout)
         self._requests = Requests(manager, self._open_database(), layout, lookahead, clock)
         self._loads = Loads(manager, layout)
+        self._audits = Audits(manager, layout, config.audit_every, lookahead)
         self._handovers = Handovers(manager, layout, clock, self.events.tell, lent=config.server is not None)
         self._waiting = Waiting(config, layout.tokens, clock)
         parts = self._requests, self._handovers, self._waiting, self._tell_of_path
@@ -176,6 +178,8 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             state.match.reason = self._why_no_hit(keys, found)
             return 0
         state.match.found = found
+        if end - self.chunk_tokens > computed and self._audits.shortens(state, found):
+            end -= self.chunk_tokens
         return end - computed
 
     def shared_tokens(self, request_id: str) -> int:
@@ -197,6 +201,8 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             self._tell_of_path(state, first, first + state.match.found.chunks)
             loaded = self._loads.begin(state, tables, tokens)
             self._stores.provenance.loaded(tables, loaded, self._requests.ahead(state))
+            if state.audited:
+                self._audits.admitted(state)
         else:
             self._loads.release(state)
             self._stores.not_loaded(tables, computed)
@@ -240,11 +246,14 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         stores_to_fence = self._stores.to_fence(step)
         if self._self_test.renew():
             self._loads.fail_planned()
+            self._audits.drop_all()
         may_store = self._may_store and not self._self_test.failure
         stores: list[tuple[int, Transfer]] = []
+        audits: list[tuple[int, Transfer]] = []
         for scheduled in step.requests:
             if state := self._requests.get(scheduled.request_id):
                 stores += self._stores.plan(state, scheduled, step, may_store=may_store)
+                audits += self._audits.plan(state, step)
         testing = bool(self._self_test.slots)
         return StepPlan(
             attachment=self._self_test.attachment,
@@ -256,6 +265,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             stores=tuple(stores),
             stores_to_fence=stores_to_fence,
             failed_loads=self._loads.take_impossible(),
+            audits=tuple(audits),
             epoch=self.epoch,
         )
 
@@ -271,6 +281,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
                 self._self_test.end(result.progress.off)
             self._self_test.record(result.progress)
             self._stores.jobs.record(result.progress)
+            self._end_audits(self._audits.record(result.progress.audits))
             self._loads.note_unread(result.progress.unread)
         failed = self._loads.under_way(result.failed_loads)
         for request_id in self._loads.under_way(result.ended_loads) - failed:
@@ -313,6 +324,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
                 path = self._requests.keys(state, prompt)
                 kept = self._handovers.hand_over(state, path, self._waiting.limit(state))
             self._loads.release(state)
+            self._audits.drop(state)
             self._tell_of(EventKind.FINISHED, state, seconds=self._clock() - state.since, why=reason)
             if view.withheld:
                 tier = next(iter(self.manager.media), "")
@@ -349,6 +361,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         self.namespace = self._first_namespace.renewed()
         self.manager.invalidate_all(self.namespace)
         self._handovers.release_all()
+        self._audits.drop_all()
         # The KV that these requests have computed belongs to the old epoch, and what they will compute depends on it.
         self._requests.reset(self._open_database(), Bypass("it began before the cache was reset"))
         self._stores.distrust_all()
@@ -376,6 +389,15 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         run(self.events.close)
 
     # -- inside ----------------------------------------------------------------------------------------
+
+    def _end_audits(self, events: Sequence[Event]) -> None:
+        """Store and load nothing more if a stored chunk is not what the engine computes."""
+        self.events.record(events)
+        if wrong := next((event for event in events if event.kind is EventKind.CORRUPT), None):
+            key, identity = wrong.keys[0].hex()[:8], self.namespace.digest.hex()[:8]
+            stored = f"{wrong.tier} has under {key} of identity {identity}"
+            why = f"the KV that {stored} is not what this engine computes: {wrong.why}"
+            self._self_test.end(f"{wrong.request}: {why}")
 
     def _tell_of(self, kind: EventKind, state: RequestState, **known: Any) -> None:
         self.events.tell([Event(kind, "", request=state.name, tokens=state.view.tokens, **known)])
@@ -423,6 +445,8 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
     def _log_hit(self, state: RequestState, tokens: int) -> None:
         match = state.match
         why = match.reason + (self._waiting.explain(state, tokens) if tokens else "")
+        if state.audited and tokens:
+            why += "; the next chunk is audited"
         if state.view.withheld:
             most = state.view.most_stored
             why += f"; it asked to store {most} tokens" if most else f"; {_WITHHELD}"

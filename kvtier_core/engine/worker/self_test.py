@@ -44,7 +44,7 @@ def try_copies(mover: Mover, table: PagedKVCache, caches: Sequence[LayerCaches],
 def _try_part(mover: Mover, table: PagedKVCache, part: Part, caches: LayerCaches, slot: int) -> str:
     """The same for one part of a chunk: layers of other parts may use the same memory."""
     drawn_from = random.Random()
-    pages = {name: _pages(cache, table.blocks) for name, cache in caches.items()}
+    pages = {name: pages_of(cache, table.blocks) for name, cache in caches.items()}
     drawn = drawn_from.sample(range(table.blocks), min(table.blocks, _COPIED_PAGES + _UNTOUCHED_PAGES))
     most = min(_COPIED_PAGES, max(1, len(drawn) - _UNTOUCHED_PAGES))
     copied = drawn[: min(most, *(part.blocks[group] for group in part.groups))]
@@ -76,7 +76,7 @@ def _try_part(mover: Mover, table: PagedKVCache, part: Part, caches: LayerCaches
             cache[drawn] = before[name]
 
 
-def _pages(cache: torch.Tensor, blocks: int) -> torch.Tensor:
+def pages_of(cache: torch.Tensor, blocks: int) -> torch.Tensor:
     """The bits of a layer by block. The engine may have split a block into several rows."""
     return torch.unflatten(cache.view(_BITS[cache.element_size()]), 0, (blocks, -1))
 

@@ -16,6 +16,7 @@ from kvtier_core.config.model import ArenaTierConfig, StoreTierConfig
 from kvtier_core.config.server_client import server_client
 from kvtier_core.engine.messages import StepPlan, Transfer, WorkerProgress
 from kvtier_core.engine.starvation import Starvation
+from kvtier_core.engine.worker.audit import difference
 from kvtier_core.engine.worker.self_test import LayerCaches, try_copies
 from kvtier_core.errors import Unanswered
 from kvtier_core.forks import ProcessBound
@@ -43,8 +44,12 @@ class _Store(NamedTuple):
     job: int
 
 
+class _Audit(NamedTuple):
+    number: int
+
+
 #: A transfer of a plan.
-_Task = _Load | _Store
+_Task = _Load | _Store | _Audit
 
 
 class _Job(NamedTuple):
@@ -114,6 +119,7 @@ class WorkerSide(ProcessBound):
         self._begun: dict[_Task, _Begun] = {}
         self._ended: set[str] = set()  # requests whose load has ended, not reported yet
         self._failed: set[str] = set()  # requests whose load has failed, whether it has ended or not
+        self._compared: dict[_Audit, bool] = {}  # was its slot copied?
         self._report = WorkerProgress()  # the next one
         self._attachment: int | None = None  # of the plan whose arenas and store tiers are attached
         self._last_job = 0
@@ -205,7 +211,7 @@ class WorkerSide(ProcessBound):
                 self._weights.renew()
             self._failed.update(loads)
             return
-        moves_kv = loads or plan.loads or plan.stores
+        moves_kv = loads or plan.loads or plan.stores or plan.audits
         if moves_kv and self._weights and not self._stale and (how := self._weights.changed()):
             self._stale = True
             self._report.changed[plan.epoch] = f"rank {self._rank}: {how}"
@@ -224,7 +230,7 @@ class WorkerSide(ProcessBound):
     def store(self, plan: StepPlan) -> None:
         """Begin the plan's stores, after the forward. `fence` keeps later forwards from overwriting their pages.
 
-        Among ranks that hold the same bytes, only the first one stores them.
+        Among ranks that hold the same bytes, only the first one stores them. The plan's audits are over on return.
         """
         for job, transfer in plan.stores:
             if self._stale or self._layout is None or self._layout.stores(self._rank):
@@ -233,6 +239,24 @@ class WorkerSide(ProcessBound):
                 self._report.ended[job] += 1
         if self._fence_at_once:
             self._fence(job for job, _ in plan.stores)
+        for number, transfer in plan.audits:
+            found = run(partial(self._audit, _Audit(number), transfer, plan))
+            if found.error is not None:
+                self._log.log(logging.WARNING, "audit failed", str(number), str(found.error))
+            self._report.audits[number, found.value] += 1
+
+    def _audit(self, task: _Audit, transfer: Transfer, plan: StepPlan) -> str | None:
+        """The difference between computed pages and a slot, as `difference`."""
+
+        def load() -> bool:
+            self._begin(task, transfer, plan)
+            self._wait(_Audit, math.inf)
+            self._collect()
+            return self._compared.pop(task)
+
+        if self._layout is None:
+            return None
+        return difference(self._caches, self._pages(self._layout).blocks, transfer.pages[0], load)
 
     def fence(self, plan: StepPlan) -> None:
         """Before the forward: make it wait for the stores that still read pages which it may overwrite.
@@ -316,9 +340,9 @@ class WorkerSide(ProcessBound):
         if mover is None:
             return None
         numbers = [slot.index for slot in slots if not isinstance(slot, StoredFrame)]
-        if isinstance(job.task, _Load):
-            return lambda number: mover.load(number, numbers, pages, after)
-        return lambda number: mover.store(number, pages, numbers)
+        if isinstance(job.task, _Store):
+            return lambda number: mover.store(number, pages, numbers)
+        return lambda number: mover.load(number, numbers, pages, after)
 
     def _submit(self, job: _Job, begin: Callable[[int], None] | None) -> None:
         if begin is None or self._suspended:
@@ -328,7 +352,7 @@ class WorkerSide(ProcessBound):
         self._jobs[number] = job
         outcome = run(partial(begin, number))
         if outcome.error is not None:
-            what, of = ("load", job.task.request) if isinstance(job.task, _Load) else ("store", str(job.task.job))
+            what, of = type(job.task).__name__.strip("_").lower(), str(job.task[0])
             self._log.log(logging.WARNING, f"{what} failed", of, str(outcome.error))
             del self._jobs[number]
             self._end(job, ok=False)
@@ -361,7 +385,7 @@ class WorkerSide(ProcessBound):
         if begun.jobs:
             return
         del self._begun[task]
-        if isinstance(task, _Load):
+        if not isinstance(task, _Store):
             return self._note_end(task, ok=not begun.empty)
         self._note_end(task, ok=True)
         if begun.empty:
@@ -375,6 +399,8 @@ class WorkerSide(ProcessBound):
             self._ended.add(task.request)
             if not ok:
                 self._failed.add(task.request)
+        elif isinstance(task, _Audit):
+            self._compared[task] = ok
         else:
             self._report.ended[task.job] += 1
             if not ok:

@@ -35,6 +35,7 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.requests.store", "all", "default"],
         ["$.requests.load", "all", "default"],
         ["$.requests.salts", "[]", "default"],
+        ["$.audit_every", "1000", "default"],
         ["$.identity.weights", "full", "default"],
         ["$.identity.ranks", "own", "default"],
         ["$.on_reset", "forget", "default"],

@@ -1,0 +1,123 @@
+"""Audits: of some hits the engine computes the last chunk itself, and the workers compare it with the stored one.
+
+A frame whose bytes are verified may still hold the wrong KV, if something that changes KV is part of no identity. Only
+computing it again shows that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+import attrs
+
+from kvtier_core.engine.messages import Transfer
+from kvtier_core.engine.scheduler.requests import RequestState
+from kvtier_core.engine.step import Step
+from kvtier_core.layouts import ChunkLayout
+from kvtier_core.outside import Printable
+from kvtier_core.stack.interface import Lookups
+from kvtier_core.stack.outcomes import Lookup, Terms
+from kvtier_core.types import ChunkKey, Event, EventKind, Slot
+
+
+@attrs.define
+class _Audit:
+    """One chunk that is computed although it is stored."""
+
+    key: ChunkKey
+    chunk: int  #: its number in the path of the request
+    preemptions: int  #: of the request when it was admitted
+    slot: Slot  #: with the stored chunk, pinned
+    tier: str
+    holder: str  #: of the pin
+    request: Printable
+    findings: Counter[str | None] = attrs.field(factory=Counter)  #: of the workers so far, as `WorkerProgress.audits`
+
+    @property
+    def finding(self) -> str | None:
+        """The finding of all workers together: the first difference, None if one could not compare."""
+        return next(filter(None, self.findings), None if None in self.findings else "")
+
+
+class Audits:
+    """Chooses the hits to audit, and follows each audit to its end."""
+
+    def __init__(self, stack: Lookups, layout: ChunkLayout, every: int | Literal["off"], lookahead: int):
+        """One of ``every`` hits is audited. None is where a chunk is not all that a request needs to continue, or where
+        KV depends on ``lookahead`` later tokens.
+        """
+        plain = layout.keeps_every_token and len(layout.parts) == 1 and not lookahead
+        self._every = every if plain and every != "off" else 0
+        self._stack = stack
+        self._layout = layout
+        self._hits = 0
+        self._numbers = itertools.count(1)
+        self._admitted: dict[str, _Audit] = {}  # until the engine has computed the chunk, by the request's holder
+        self._planned: dict[int, _Audit] = {}  # until all workers have compared it, by number
+
+    def shortens(self, state: RequestState, found: Lookup) -> bool:
+        """Is the last chunk of this hit left to the engine? The answer stays the same for a request."""
+        if not self._every or found.exact < len(found.slots) or not isinstance(found.slots[-1], Slot):
+            return False
+        if state.audited is None:
+            self._hits += 1
+            state.audited = self._hits % self._every == 0
+        return state.audited
+
+    def admitted(self, state: RequestState) -> None:
+        """A request loads its hit without the last chunk: pin that until it is compared."""
+        self.drop(state)
+        first, found = state.match.computed // self._layout.tokens, state.match.found
+        chunk, holder = first + found.chunks - 1, f"audit of {state.holder}"
+        terms = Terms(salt=state.identity.salt, skipped=first)
+        again = self._stack.lookup(state.path[first : chunk + 1], holder, terms)
+        if again.chunks < found.chunks or not isinstance(slot := again.slots[-1], Slot):
+            return self._stack.release(holder)
+        tier, preemptions = again.sources[-1], state.view.preemptions
+        self._admitted[state.holder] = _Audit(state.path[chunk], chunk, preemptions, slot, tier, holder, state.name)
+
+    def plan(self, state: RequestState, step: Step) -> tuple[tuple[int, Transfer], ...]:
+        """If this step completes the chunk that a request was left to compute, the comparison of it."""
+        audit = self._admitted.get(state.holder)
+        if audit is None or (state.trust.tokens or 0) < (audit.chunk + 1) * self._layout.tokens:
+            return ()
+        if state.bypass or state.view.preemptions != audit.preemptions:  # a preempted request may have loaded it
+            self.drop(state)
+            return ()
+        tables = enumerate(step.block_tables(state.view.request_id))
+        stored = self._layout.stored_blocks
+        pages = tuple(tuple(table[block] for block in stored(group, audit.chunk)) for group, table in tables)
+        number = next(self._numbers)
+        self._planned[number] = self._admitted.pop(state.holder)
+        return ((number, Transfer((audit.slot,), (pages,))),)
+
+    def record(self, found: Mapping[tuple[int, str | None], int]) -> list[Event]:
+        """Process what workers have found. Returns an event for each chunk that all of them have compared."""
+        events = []
+        for (number, finding), workers in found.items():
+            if (audit := self._planned.get(number)) is None:
+                continue
+            audit.findings[finding] += workers
+            if audit.findings.total() < self._layout.ranks:
+                continue
+            del self._planned[number]
+            self._stack.release(audit.holder)
+            if (why := audit.finding) is not None:
+                kind = EventKind.CORRUPT if why else EventKind.AUDITED
+                events.append(Event(kind, audit.tier, (audit.key,), why=why, request=audit.request))
+        return events
+
+    def drop(self, state: RequestState) -> None:
+        """Compare nothing for a request."""
+        if audit := self._admitted.pop(state.holder, None):
+            self._stack.release(audit.holder)
+
+    def drop_all(self) -> None:
+        """Compare nothing that is stored or computed now."""
+        for audit in (*self._admitted.values(), *self._planned.values()):
+            self._stack.release(audit.holder)
+        self._admitted.clear()
+        self._planned.clear()
