@@ -28,13 +28,6 @@ MUTANTS = (
         "plugins/kvtier_vllm/tests/test_models.py::test_a_rope_that_depends_on_the_longest_sequence_is_cold_with_another_one",
     ),
     Mutant(
-        "the-longest-sequence-of-drafts-does-not-count",
-        IDENTITY,
-        "if not speculation.changes_kv(config) and packages",
-        "if packages",
-        "plugins/kvtier_vllm/tests/test_identity.py::test_the_longest_sequence_counts_if_code_of_the_model_names_it",
-    ),
-    Mutant(
         "ranks-never-count",
         IDENTITY,
         "counted = facts if report.own_ranks else facts.keys()",

@@ -212,7 +212,7 @@ def test_an_option_that_changes_the_kv_changes_the_namespace(model, base, option
 
 
 def test_the_longest_sequence_counts_if_code_of_the_model_names_it(model, tmp_path):
-    """As that of some ropes does. With a draft that has KV it always counts."""
+    """As that of some ropes does. With a draft model it always counts, as one of that model's settings."""
     import tiny_drafts
 
     short, long = engine_config(model, max_model_len=512), engine_config(model, max_model_len=1024)

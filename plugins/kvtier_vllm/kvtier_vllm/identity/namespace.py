@@ -93,7 +93,7 @@ def facts_of_worker(config: VllmConfig, asked: IdentityConfig, models: Sequence[
     """
     packages = _packages(models)
     facts = {**facts_of_code(config, asked), "packages in the model": packages}
-    if not speculation.changes_kv(config) and packages == _NONE and not _names_the_longest_sequence(models):
+    if packages == _NONE and not _names_the_longest_sequence(models):
         facts[_LONGEST] = "any"
     return facts
 
