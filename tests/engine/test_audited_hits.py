@@ -135,6 +135,20 @@ def test_an_audit_ends_with_the_last_rank_and_a_difference_on_one_counts(auditin
     assert not served.manager.pins_by_holder()
 
 
+def test_what_was_compared_before_new_weights_says_nothing(auditing):
+    served, found = auditing()
+    request = running(served)
+    served.side.progress, progress = lambda result: None, served.side.progress  # the report is late
+    served.step()
+    served.side.progress = progress
+    served.side.invalidate_all()
+    (number,) = [number for plan in served.plans for number, _ in plan.audits]
+    served.side.progress(StepResult(progress=WorkerProgress(audits=Counter({(number, "other KV"): 1}))))
+    assert not found and not served.side.loads_nothing
+    served.finish(request)
+    served.assert_at_rest()
+
+
 FINE = torch.full((8, 4), 1.0)
 
 

@@ -63,7 +63,7 @@ MUTANTS = (
         SCHEDULER,
         "        self._handovers.release_all()\n        self._audits.drop_all()\n",
         "        self._handovers.release_all()\n",
-        AUDITS + "test_a_disturbed_audit_compares_nothing_and_pins_nothing",
+        AUDITS + "test_what_was_compared_before_new_weights_says_nothing",
     ),
     Mutant(
         "audits-outlive-their-request",
