@@ -11,7 +11,7 @@ from patience import HANG
 from test_scheduler_side import host, said, stack  # noqa: F401 - fixtures
 
 from kvtier_core.engine.messages import WorkerProgress
-from kvtier_core.engine.step import StepResult
+from kvtier_core.engine.step import Step, StepResult
 from kvtier_core.engine.worker.audit import difference
 from kvtier_core.types import EventKind
 
@@ -78,6 +78,19 @@ def test_what_the_engine_has_itself_counts_for_the_first_chunk(auditing):
         CHUNK,
     ]
     served.side.finished(request.view(), "abort")
+
+
+def test_a_chunk_that_is_loaded_after_all_is_not_audited(auditing):
+    """As for a request that was preempted, and of which the engine had kept more."""
+    served, _ = auditing()
+    request = served.submit("two", ASKED)
+    assert [served.side.match(request.view(), has) for has in (0, SHORT)] == [SHORT, CHUNK]
+    served.side.admitted(request.view(), [list(range(30, 39))], CHUNK)
+    assert not [holder for holder in served.manager.pins_by_holder() if holder.startswith("audit")]
+    served.side.plan(Step([], [], {}.get))
+    served.side.progress(StepResult(ended_loads=["two"]))
+    served.side.finished(request.view(), "abort")
+    served.assert_at_rest()
 
 
 def test_other_kv_ends_all_loads_and_stores_with_a_reason(auditing, caplog):

@@ -68,9 +68,16 @@ MUTANTS = (
     Mutant(
         "audits-outlive-their-request",
         SCHEDULER,
-        "self._audits.drop(state)",
-        "pass",
+        "            self._loads.release(state)\n            self._audits.drop(state)\n",
+        "            self._loads.release(state)\n",
         AUDITS + "test_a_disturbed_audit_compares_nothing_and_pins_nothing",
+    ),
+    Mutant(
+        "what-is-loaded-is-audited",
+        SCHEDULER,
+        "        state.match, state.late.pending = Match(computed), False\n        self._audits.drop(state)\n",
+        "        state.match, state.late.pending = Match(computed), False\n",
+        AUDITS + "test_a_chunk_that_is_loaded_after_all_is_not_audited",
     ),
     Mutant(
         "the-first-rank-ends-an-audit",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import attrs
@@ -29,7 +29,7 @@ class _Audit:
 
     key: ChunkKey
     chunk: int  #: its number in the path of the request
-    preemptions: int  #: of the request when it was admitted
+    preemptions: int  #: of the request when this began
     slot: Slot  #: with the stored chunk, pinned
     tier: str
     holder: str  #: of the pin
@@ -55,33 +55,35 @@ class Audits:
         self._layout = layout
         self._hits = 0
         self._numbers = itertools.count(1)
-        self._admitted: dict[str, _Audit] = {}  # until the engine has computed the chunk, by the request's holder
+        self._begun: dict[str, _Audit] = {}  # until the engine has computed the chunk, by the request's holder
         self._planned: dict[int, _Audit] = {}  # until all workers have compared it, by number
 
-    def shortens(self, state: RequestState, found: Lookup) -> bool:
-        """Is the last chunk of this hit left to the engine? The answer stays the same for a request."""
-        if not self._every or found.exact < len(found.slots) or not isinstance(found.slots[-1], Slot):
-            return False
-        if state.audited is None:
-            self._hits += 1
-            state.audited = self._hits % self._every == 0
-        return state.audited
+    def __contains__(self, state: RequestState) -> bool:
+        return state.holder in self._begun
 
-    def admitted(self, state: RequestState) -> None:
-        """A request loads its hit without the last chunk: pin that until it is compared."""
-        self.drop(state)
-        first, found = state.match.computed // self._layout.tokens, state.match.found
-        chunk, holder = first + found.chunks - 1, f"audit of {state.holder}"
-        terms = Terms(salt=state.identity.salt, skipped=first)
-        again = self._stack.lookup(state.path[first : chunk + 1], holder, terms)
+    def begin(self, state: RequestState, path: Sequence[ChunkKey], found: Lookup) -> bool:
+        """Leave the last chunk of this hit to the engine? If so, it stays pinned until it is compared."""
+        if not self._every or found.exact < len(found.slots):
+            return False
+        if state.audits is None:
+            self._hits += 1
+            state.audits = self._hits >= self._every
+        if not state.audits:
+            return False
+        skipped, holder = state.match.computed // self._layout.tokens, f"audit of {state.holder}"
+        terms = Terms(salt=state.identity.salt, skipped=skipped)
+        again = self._stack.lookup(path[: found.chunks], holder, terms)
         if again.chunks < found.chunks or not isinstance(slot := again.slots[-1], Slot):
-            return self._stack.release(holder)
-        tier, preemptions = again.sources[-1], state.view.preemptions
-        self._admitted[state.holder] = _Audit(state.path[chunk], chunk, preemptions, slot, tier, holder, state.name)
+            self._stack.release(holder)
+            return False
+        self._hits = 0
+        chunk, tier, preemptions = skipped + found.chunks - 1, again.sources[-1], state.view.preemptions
+        self._begun[state.holder] = _Audit(state.path[chunk], chunk, preemptions, slot, tier, holder, state.name)
+        return True
 
     def plan(self, state: RequestState, step: Step) -> tuple[tuple[int, Transfer], ...]:
         """If this step completes the chunk that a request was left to compute, the comparison of it."""
-        audit = self._admitted.get(state.holder)
+        audit = self._begun.get(state.holder)
         if audit is None or (state.trust.tokens or 0) < (audit.chunk + 1) * self._layout.tokens:
             return ()
         if state.bypass or state.view.preemptions != audit.preemptions:  # a preempted request may have loaded it
@@ -91,7 +93,7 @@ class Audits:
         stored = self._layout.stored_blocks
         pages = tuple(tuple(table[block] for block in stored(group, audit.chunk)) for group, table in tables)
         number = next(self._numbers)
-        self._planned[number] = self._admitted.pop(state.holder)
+        self._planned[number] = self._begun.pop(state.holder)
         return ((number, Transfer((audit.slot,), (pages,))),)
 
     def record(self, found: Mapping[tuple[int, str | None], int]) -> list[Event]:
@@ -112,12 +114,12 @@ class Audits:
 
     def drop(self, state: RequestState) -> None:
         """Compare nothing for a request."""
-        if audit := self._admitted.pop(state.holder, None):
+        if audit := self._begun.pop(state.holder, None):
             self._stack.release(audit.holder)
 
     def drop_all(self) -> None:
         """Compare nothing that is stored or computed now."""
-        for audit in (*self._admitted.values(), *self._planned.values()):
+        for audit in (*self._begun.values(), *self._planned.values()):
             self._stack.release(audit.holder)
-        self._admitted.clear()
+        self._begun.clear()
         self._planned.clear()

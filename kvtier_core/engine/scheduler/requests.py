@@ -94,7 +94,7 @@ class RequestState:
     trust: Trust = attrs.field(factory=Trust)
     admitted: int = 0  #: tokens that it had when it was admitted: its prompt, and generated ones if preempted
     logged: bool = False
-    audited: bool | None = None  #: is its hit audited? None: it had none yet
+    audits: bool | None = None  #: is a hit of it to be audited? None: it had none yet
     match: Match = attrs.field(factory=Match)
     wait: Wait = attrs.field(factory=Wait)
     late: Late = attrs.field(factory=Late)

@@ -155,6 +155,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         state = self.track(view)
         self._waiting.asked(state)
         state.match, state.late.pending = Match(computed), False
+        self._audits.drop(state)
         if reason := self._why_no_lookup(state):
             state.match.reason = reason
             self._loads.release(state)
@@ -178,7 +179,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             state.match.reason = self._why_no_hit(keys, found)
             return 0
         state.match.found = found
-        if end - self.chunk_tokens > computed and self._audits.shortens(state, found):
+        if end - self.chunk_tokens > computed and self._audits.begin(state, keys, found):
             end -= self.chunk_tokens
         return end - computed
 
@@ -201,8 +202,6 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             self._tell_of_path(state, first, first + state.match.found.chunks)
             loaded = self._loads.begin(state, tables, tokens)
             self._stores.provenance.loaded(tables, loaded, self._requests.ahead(state))
-            if state.audited:
-                self._audits.admitted(state)
         else:
             self._loads.release(state)
             self._stores.not_loaded(tables, computed)
@@ -445,7 +444,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
     def _log_hit(self, state: RequestState, tokens: int) -> None:
         match = state.match
         why = match.reason + (self._waiting.explain(state, tokens) if tokens else "")
-        if state.audited and tokens:
+        if state in self._audits:
             why += "; the next chunk is audited"
         if state.view.withheld:
             most = state.view.most_stored

@@ -69,9 +69,11 @@ def test_an_engine_of_a_server_audits_what_others_have_stored(engine, tmp_path):
         with engine(of(tmp_path)) as first:
             truth = first.ask(ASKED)[0]
         with engine(of(tmp_path) | {"audit_every": 1}) as second:
-            found, answer = audits(second), second.ask(ASKED)[0]
-            assert (answer.cached, found) == (3 * CHUNK, [""])
-            assert answer.differs(truth) < NOISE
+            found, answers = audits(second), []
+            while not found:  # a server that is late with its answer is not waited for
+                answers += second.ask(ASKED)
+            assert (answers[-1].cached, found) == (3 * CHUNK, [""])
+            assert max(answer.differs(truth) for answer in answers) < NOISE
             second.assert_at_rest()
 
 
