@@ -14,15 +14,15 @@ from typing import Any, Literal, Union
 
 import attrs
 
+from kvtier_core.config.decode import KIND_OF
 from kvtier_core.config.model import (
     ArenaTierConfig,
     IdentityConfig,
     ProgramConfig,
-    RecordConfig,
     StackConfig,
     StoreTierConfig,
 )
-from kvtier_core.config.registry import KIND_OF, Registry
+from kvtier_core.config.registry import Registry
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
 from kvtier_doctor.schema import comments_of, first_paragraph
 
@@ -47,7 +47,6 @@ def pages(registry: Registry) -> Iterator[str]:
     """The lines of the page: the whole file, every tier, and then each plugin by its kind."""
     yield from _section("The file", StackConfig)
     yield from _section("`identity`", IdentityConfig)
-    yield from _section("`record`", RecordConfig)
     yield from _section("`programs`", ProgramConfig)
     yield from _section("Every arena", ArenaTierConfig)
     yield from _section("Every store tier", StoreTierConfig)

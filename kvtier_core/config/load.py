@@ -10,9 +10,9 @@ from typing import Literal, cast
 import attrs
 
 from kvtier_core.config import decode, yaml_nodes
-from kvtier_core.config.decode import Setting
+from kvtier_core.config.decode import KIND_OF, Setting
 from kvtier_core.config.model import ArenaTierConfig, Config, Source, StackConfig, StoreTierConfig
-from kvtier_core.config.registry import KIND_OF, Registry
+from kvtier_core.config.registry import Registry
 from kvtier_core.config.scalars import Choose, Unavailable
 from kvtier_core.config.yaml_nodes import Node, ProblemCollector
 from kvtier_core.errors import ConfigError, Problem

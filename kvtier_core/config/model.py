@@ -131,15 +131,6 @@ class StoreTierConfig:
         return self.config.resizable and not self.config.shared
 
 
-@attrs.frozen
-class RecordConfig:
-    """The recording of a live engine's traffic, for `kvtier simulate`."""
-
-    path: pathlib.Path  #: a folder; each start of an engine adds a file
-    #: Recording ends when all files in the folder together have this number of bytes.
-    capacity: Nbytes = attrs.field(default=Nbytes(256 << 20), validator=_positive)
-
-
 def _known_way(config: object, field: attrs.Attribute, way: str) -> None:
     named = way.startswith(NAMED) and way != NAMED
     if not named and way not in ("full", "sampled"):
@@ -229,7 +220,6 @@ class StackConfig:
     #: The reaction to a reset of vLLM's caches. vLLM resets them for new weights, a sleep or a pause, and does not
     #: report which: ``keep`` is for an engine whose weights never change while it runs.
     on_reset: Literal["forget", "keep"] = "forget"
-    record: RecordConfig | None = None  #: where traffic is recorded; by default nowhere
     #: The socket of `kvtier status`, `top` and `explain`: ``auto`` is one in XDG_RUNTIME_DIR, ``off`` none.
     status: str = "auto"
     log_requests: Literal["all", "hits", "misses", "off"] = "all"  #: which requests have a line in the log
@@ -300,7 +290,7 @@ class StackConfig:
 
     def check_host(self) -> None:
         """Raise ConfigError for settings that have no effect on the pages of another engine's own offloading."""
-        default, without = StackConfig(self.tiers), "server record chunk_tokens save_decode requests audit_every"
+        default, without = StackConfig(self.tiers), "server chunk_tokens save_decode requests audit_every"
         problems = [
             self.problem(f"$.{name}", "it has no effect where the host moves the pages", "remove it")
             for name in (*without.split(), "log_requests", "programs")

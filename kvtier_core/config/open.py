@@ -20,7 +20,7 @@ from kvtier_core.config.guard import PluginCall
 from kvtier_core.config.later import LaterTiers
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.quality import check_quality
-from kvtier_core.config.suitable import require_secrets, unsuitable
+from kvtier_core.config.suitable import refuse, unset_secrets, unsuitable
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.encoding.codec import FrameCodec
 from kvtier_core.errors import BackendError, ConfigError
@@ -225,7 +225,7 @@ def open_observers(config: StackConfig, ctx: OpenContext) -> list[tuple[str, Obs
             name = f"observer {chosen.type}"
             call = PluginCall(config.plugin_of(chosen), name, f"$.observers[{i}]", config.problem)
             with collector:
-                require_secrets(config, chosen, f"$.observers[{i}]")
+                refuse(unset_secrets(config, chosen, f"$.observers[{i}]"))
                 observer = call.returns(Observer, functools.partial(chosen.open, ctx))
                 closing.callback(only_here(functools.partial(run, observer.close)))
                 opened.append((f"{name} ($.observers[{i}])", observer))
@@ -247,8 +247,7 @@ class _Opening:
     def open(self, ctx: OpenContext) -> OpenedTier:
         """Open the store with its policy and codec. Raises ConfigError."""
         tier = self.tier
-        if problems := list(unsuitable(self.config, self.number)):
-            raise ConfigError(problems)
+        refuse(unsuitable(self.config, self.number))
         if isinstance(tier, ArenaTierConfig) and tier.keep is not None:
             path = f"{self.config.path_of(self.number)}.keep"
             raise ConfigError([self.config.problem(path, "only kvtier serve can keep its memory", "remove it")])

@@ -10,23 +10,20 @@ from typing import Any
 import attrs
 
 from kvtier_core.builtin import plugin as builtin
-from kvtier_core.config.decode import KIND_OF, KINDS
 from kvtier_core.config.examine import Offer, examine
 from kvtier_core.config.scalars import Unavailable, guess
 from kvtier_core.errors import KvtierError
 from kvtier_core.work.io_pool import Outcome, run
 
-__all__ = ["KINDS", "KIND_OF", "Broken", "Offer", "Registry"]
-
 logger = logging.getLogger("kvtier")
 
-#: The offers of the packages `kvtier-policies`, `kvtier-lossy` and `kvtier-observers`, and the extra of each.
+#: The offers of packages that are not tiers, and the extra of each.
 _EXTRAS = {
     ("eviction policy", name): "policies" for name in ["arc", "fifo", "lfu", "lru2", "mru", "s3fifo", "tournament"]
 }
 _EXTRAS |= {("serializer", name): "lossy" for name in ["cachegen", "fp8", "int8", "kivi"]}
 _EXTRAS |= {("observer", "jsonl"): "observers", ("observer", "opentelemetry"): "otel"}
-_EXTRAS |= {("observer", "prometheus"): "prometheus"}
+_EXTRAS |= {("observer", "prometheus"): "prometheus", ("observer", "recording"): "simulate"}
 
 
 @attrs.frozen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ def unsuitable(config: StackConfig, number: int) -> Iterator[Problem]:
     yield from unset_secrets(config, tier, path)
 
 
-def require_secrets(config: StackConfig, settings: Any, path: str) -> None:
-    """Raise ConfigError if the environment lacks a secret that these settings name."""
-    if problems := list(unset_secrets(config, settings, path)):
-        raise ConfigError(problems)
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise ConfigError if there are any."""
+    if found := list(problems):
+        raise ConfigError(found)
 
 
 def unset_secrets(config: StackConfig, settings: Any, path: str) -> Iterator[Problem]:

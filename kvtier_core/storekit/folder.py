@@ -73,7 +73,7 @@ def own_folders(path: Path) -> list[Path]:
 
 
 def folders(settings: Any) -> list[Path]:
-    """The paths among the settings of a tier, an observer or a recorder."""
+    """The paths among the settings of a tier or an observer."""
     settings = getattr(settings, "config", settings)
     values = [getattr(settings, field.name) for field in attrs.fields(type(settings))] if settings else []
     several = [value if isinstance(value, tuple) else (value,) for value in values]

@@ -16,10 +16,11 @@ from jsonschema import Draft7Validator
 from kvtier_core.builtin.chained import ChainedConfig
 from kvtier_core.builtin.raw import RawConfig
 from kvtier_core.config.attach import attach
+from kvtier_core.config.decode import KINDS
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
 from kvtier_core.config.open import open_stack, open_token_database
-from kvtier_core.config.registry import KINDS, Registry
+from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError, Problem
 from kvtier_core.hookspecs import hookimpl
 from kvtier_core.interfaces import (
@@ -209,11 +210,11 @@ NO_PATHS = {
 
 @pytest.mark.parametrize(("path", "why"), NO_PATHS.items())
 def test_no_path_is_taken_for_another(write, monkeypatch, path, why):
-    """Of a tier, of a recording, and of the configuration itself: no folder is ever named `~` or `$STORE`."""
+    """Of a tier, and of the configuration itself: no folder is ever named `~` or `$STORE`."""
     monkeypatch.setenv("HOME", "")
     with pytest.raises(ConfigError) as refused:
-        load({"version": 1, "record": {"path": path}, "tiers": [{"type": "cpu", "capacity": "8GiB"}]})
-    assert why in str(refused.value) and "$.record.path" in str(refused.value)
+        load({"version": 1, "tiers": [{"type": "cpu", "capacity": "8GiB", "keep": path}]})
+    assert why in str(refused.value) and "$.tiers[0].keep" in str(refused.value)
     with pytest.raises(ConfigError) as refused:
         load(path)
     assert f"{path}: $: cannot be read: {why}" in str(refused.value)

@@ -26,7 +26,6 @@ from test_ranks import REPORT
 
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.start.startup import Engine, Identity
 from kvtier_core.errors import BackendError
 from kvtier_core.forks import only_here
@@ -48,6 +47,7 @@ from kvtier_remote.protocol import Opening
 from kvtier_remote.user_locks import used_by_others
 from kvtier_serve.operators.http import HTTP
 from kvtier_serve.server import Server
+from kvtier_simulate.recording import RecordingConfig
 from kvtier_testing.samples import PagedBuffer, make_context, make_frame, make_keys, make_layout
 
 #: Closes the resource, as the core would; raises if it does not work.
@@ -209,14 +209,15 @@ def events(folder: Path) -> Opened:
 
 
 def recording(folder: Path) -> Opened:
-    recorder = Recorder(of_a_tier({"type": "heap", "capacity": "1MiB"}, record={"path": str(folder / "recorded")}))
+    observer = RecordingConfig(folder / "recorded").open(make_context())
+    (file,) = (folder / "recorded").iterdir()
 
     def works() -> None:
-        before = recorder.path.stat().st_size
-        recorder.record(0.0, 1, 1, [], "stop")
-        wait_until(lambda: recorder.path.stat().st_size > before)
+        before = file.stat().st_size
+        observer.observe([Event(kind, "", request="a") for kind in (EventKind.ARRIVED, EventKind.FINISHED)])
+        assert file.stat().st_size > before
 
-    return recorder.close, works
+    return only_here(observer.close), works
 
 
 def status(folder: Path) -> Opened:
@@ -247,8 +248,11 @@ def engine(folder: Path) -> Opened:
         {"type": "cpu", "capacity": "16MiB"},
         disk,
         {"type": "peers", "listen": f"127.0.0.1:{free_port()}"},
-        observers=[{"type": "prometheus", "port": port}, {"type": "jsonl", "path": str(folder / "events")}],
-        record={"path": str(folder / "recorded")},
+        observers=[
+            {"type": "prometheus", "port": port},
+            {"type": "jsonl", "path": str(folder / "events")},
+            {"type": "recording", "path": str(folder / "recorded")},
+        ],
     )
 
     def identity(chunk_tokens, report):

@@ -16,6 +16,7 @@ from kvtier_core.engine.request_view import Bypass, KVIdentity, PromptItem
 from kvtier_core.engine.step import Step, StepResult
 from kvtier_core.interfaces import NO_BLOCK
 from kvtier_core.stack.index.cache_index import CacheIndex
+from kvtier_core.types import EventKind
 
 
 @pytest.fixture
@@ -520,17 +521,9 @@ def test_policies_are_told_of_a_request_once_with_its_hints(host, monkeypatch):
     assert told == [(3, {"turn": "tool"})] * 2, "once for each tier"
 
 
-def test_finished_requests_are_recorded(stack):
-    class Recorder:
-        lines = []  # noqa: RUF012
-
-        def record(self, since, tokens, generated, keys, reason):
-            self.lines.append((since, tokens, generated, len(keys), reason))
-
-        def close(self):
-            self.lines.append("closed")
-
-    served = Host(stack(), recorder=Recorder(), clock=lambda: 7.0)
+def test_what_comes_and_ends_is_told_with_the_chunks_of_prompts_and_all_tokens(stack):
+    served, told = Host(stack()), []
+    served.side.events.listeners.append(told.extend)
     served.run(request := served.submit("first", prompt(1, 3 * CHUNK + 2)))
     assert request.state == "finished"
     other = served.submit("second", prompt(2, CHUNK), identity=Bypass("who knows?"))
@@ -540,7 +533,17 @@ def test_finished_requests_are_recorded(stack):
     never = served.submit("third", prompt(3, CHUNK))
     served.side.finished(never.view(), "abort")  # it was never tracked
     served.close()
-    assert Recorder.lines == [(7.0, 26, 0, 3, "stop"), (7.0, 8, 1, 0, "abort"), "closed"]
+    known = [
+        (event.kind.value, event.request, event.tokens, len(event.keys), event.why)
+        for event in told
+        if event.kind in (EventKind.ARRIVED, EventKind.FINISHED)
+    ]
+    assert known == [
+        ("arrived", "first", 26, 3, ""),
+        ("finished", "first", 26, 0, "stop"),
+        ("arrived", "second", 8, 0, ""),
+        ("finished", "second", 9, 0, "abort"),
+    ]
 
 
 def test_an_engine_that_is_stopped_with_requests_under_way_logs_no_leaked_slots(stack, caplog):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 
 import pytest
-from fake_host import CHUNK, prompt
+from fake_host import CHUNK, LAYOUT, prompt
 from patience import HANG
 from test_accounting import Ledger
 from test_scheduler_side import host, said, stack, stored  # noqa: F401 - fixtures
 
-from kvtier_core.engine.recorder import Recorder
 from kvtier_core.stack.index.cache_index import CacheIndex
 from kvtier_core.types import EventKind
+from kvtier_simulate.recording import RecordingConfig
 from kvtier_simulate.traces import read_trace
+from kvtier_testing.samples import make_context
 
 HEAD = prompt(1, 3 * CHUNK)
 ASKED = prompt(2, 6 * CHUNK + 3, HEAD)
@@ -176,13 +178,14 @@ def test_another_engine_is_told_that_nothing_is_kept(host, caplog):  # noqa: F81
     assert first.kept == 2 * CHUNK
 
 
-def test_a_recording_has_nothing_of_prompts_that_are_not_stored_whole(host, stack, tmp_path):  # noqa: F811
+def test_a_recording_has_nothing_of_prompts_that_are_not_stored_whole(host, tmp_path):  # noqa: F811
     """A line that had a part of its chunks could not be replayed."""
-    config = stack(record={"path": str(tmp_path)})
-    recorder = Recorder(config)
-    engine = host(recorder=recorder)
+    engine = host()
+    ledger = Ledger(engine)
     for number, most in enumerate((0, 2 * CHUNK, sys.maxsize)):
         engine.ask(f"{number}", ASKED, most_stored=most)
     engine.ask("memory", ASKED, memory_only=True)
-    recorder.close()
-    assert [len(prompt.path) for prompt in read_trace(recorder.path).prompts] == [0, 0, 6, 0]
+    with contextlib.closing(RecordingConfig(tmp_path).open(make_context(layout=LAYOUT))) as recording:
+        recording.observe(ledger.events)
+    (file,) = tmp_path.glob("*.jsonl")
+    assert [len(prompt.path) for prompt in read_trace(file).prompts] == [0, 0, 6, 0]

@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         "an-engine-starts-without-a-salt-that-its-file-names",
         "kvtier_core/engine/start/startup.py",
-        'require_secrets(config, config.requests, "$.requests")',
+        'refuse(unset_secrets(config, config.requests, "$.requests"))',
         "pass",
         AGREES + "[a salt that is not set]",
     ),

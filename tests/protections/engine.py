@@ -12,7 +12,6 @@ WAITING = "tests/engine/test_waiting.py::"
 AUDITED_PAGES = "kvtier_core/engine/worker/audit.py"
 AUDITS = "tests/engine/test_audited_hits.py::"
 WORKER = "kvtier_core/engine/worker/side.py"
-RECORDER = "kvtier_core/engine/recorder.py"
 PROVENANCE = "kvtier_core/engine/scheduler/provenance.py"
 STORES = "kvtier_core/engine/scheduler/store_jobs.py"
 STORING = "kvtier_core/engine/scheduler/storing.py"
@@ -274,13 +273,6 @@ MUTANTS = (
         "0 if view.memory_only else min(",
         "min(",
         WITHHELD + "test_another_engine_is_told_that_nothing_is_kept",
-    ),
-    Mutant(
-        "recordings-have-what-is-withheld",
-        SCHEDULER,
-        "if state.bypass or prompt < whole else",
-        "if state.bypass else",
-        WITHHELD + "test_a_recording_has_nothing_of_prompts_that_are_not_stored_whole",
     ),
     Mutant(
         "requests-go-on-over-an-epoch",
@@ -701,26 +693,5 @@ MUTANTS = (
         "if not any(map(_has_holes, pages.values())):",
         "if True:",
         GROUPS + "test_a_window_that_has_passed_is_not_stored",
-    ),
-    Mutant(
-        "one-salt-for-all-recordings",
-        RECORDER,
-        "secrets.token_bytes(32)",
-        'b"salt"',
-        "tests/engine/test_recorder.py::test_no_recording_can_be_laid_beside_another",
-    ),
-    Mutant(
-        "recordings-for-everyone",
-        "kvtier_core/storekit/trial.py",
-        "os.O_EXCL | os.O_CLOEXEC, 0o600)",
-        "os.O_EXCL | os.O_CLOEXEC, 0o644)",
-        "tests/engine/test_recorder.py::test_a_recording_is_readable_by_its_user_alone",
-    ),
-    Mutant(
-        "recordings-without-end",
-        RECORDER,
-        "self._room -= len(text)",
-        "pass",
-        "tests/engine/test_recorder.py::test_a_recording_stays_within_its_capacity_over_all_starts",
     ),
 )

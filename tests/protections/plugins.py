@@ -29,6 +29,9 @@ SHARED_CAPACITY = "plugins/kvtier_disk/tests/test_shared_capacity.py::"
 
 KEEP = "plugins/kvtier_cpu/tests/test_cpu_keep.py::"
 
+RECORDING = "plugins/kvtier_simulate/kvtier_simulate/recording.py"
+RECORDING_TESTS = "plugins/kvtier_simulate/tests/test_recording_observer.py::"
+
 MUTANTS = (
     Mutant(
         "kept-memory-without-room",
@@ -524,5 +527,33 @@ MUTANTS = (
         "{digit}{drawn[0]}/{digit}{drawn}",
         "{digit}{drawn}",
         S3_CAPACITY + "test_any_frame_may_be_drawn",
+    ),
+    Mutant(
+        "recordings-have-what-is-stored-in-memory-only",
+        RECORDING,
+        "[] if arrived.why else [",
+        "[",
+        RECORDING_TESTS + "test_what_is_stored_in_memory_only_has_no_ids",
+    ),
+    Mutant(
+        "one-salt-for-all-recordings",
+        RECORDING,
+        "secrets.token_bytes(32)",
+        'b"salt"',
+        RECORDING_TESTS + "test_no_recording_can_be_laid_beside_another",
+    ),
+    Mutant(
+        "recordings-for-everyone",
+        "kvtier_core/storekit/trial.py",
+        "os.O_EXCL | os.O_CLOEXEC, 0o600)",
+        "os.O_EXCL | os.O_CLOEXEC, 0o644)",
+        RECORDING_TESTS + "test_a_recording_is_readable_by_its_user_alone",
+    ),
+    Mutant(
+        "recordings-without-end",
+        RECORDING,
+        "self._room -= len(text)",
+        "pass",
+        RECORDING_TESTS + "test_a_recording_stays_within_its_capacity_over_all_starts",
     ),
 )

@@ -36,19 +36,12 @@ class _Audit:
     request: Printable
     findings: Counter[str | None] = attrs.field(factory=Counter)  #: of the workers so far, as `WorkerProgress.audits`
 
-    @property
-    def finding(self) -> str | None:
-        """The finding of all workers together: the first difference, None if one could not compare."""
-        return next(filter(None, self.findings), None if None in self.findings else "")
-
 
 class Audits:
     """Chooses the hits to audit, and follows each audit to its end."""
 
     def __init__(self, stack: Lookups, layout: ChunkLayout, every: int | Literal["off"], lookahead: int):
-        """One of ``every`` hits is audited. None is where a chunk is not all that a request needs to continue, or where
-        KV depends on ``lookahead`` later tokens.
-        """
+        """One of ``every`` hits is audited, unless there are windows, states, or a ``lookahead`` to later tokens."""
         plain = layout.keeps_every_token and len(layout.parts) == 1 and not lookahead
         self._every = every if plain and every != "off" else 0
         self._stack = stack
@@ -107,7 +100,8 @@ class Audits:
                 continue
             del self._planned[number]
             self._stack.release(audit.holder)
-            if (why := audit.finding) is not None:
+            why = next(filter(None, audit.findings), "")
+            if why or None not in audit.findings:  # otherwise a worker could not compare it
                 kind = EventKind.CORRUPT if why else EventKind.AUDITED
                 events.append(Event(kind, audit.tier, (audit.key,), why=why, request=audit.request))
         return events

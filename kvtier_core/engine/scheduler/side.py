@@ -12,7 +12,6 @@ import attrs
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.open import open_token_database
 from kvtier_core.engine.messages import StepPlan, Transfer
-from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.request_view import Bypass, KVIdentity, RequestView
 from kvtier_core.engine.scheduler.audit import Audits
 from kvtier_core.engine.scheduler.handovers import Handovers
@@ -72,7 +71,6 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         loads: bool = True,
         stores: bool = True,
         observers: Observers | None = None,
-        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """``loads`` and ``stores``: may this engine load, and store? ``clock`` returns seconds."""
@@ -86,7 +84,6 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         self.chunk_tokens = layout.tokens  #: of a chunk
         self._lookahead = lookahead
         self._may_load, self._may_store = loads, stores
-        self._recorder = recorder
         self._clock = clock
         self._self_test = SelfTestGate(manager, layout)
         self._requests = Requests(manager, self._open_database(), layout, lookahead, clock)
@@ -113,7 +110,8 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         is_new = self._requests.get(view.request_id) is None
         state = self._requests.track(view)
         if is_new:
-            self._tell_of(EventKind.ARRIVED, state, keys=tuple(state.path), traceparent=view.traceparent)
+            why = _MEMORY_ONLY if view.memory_only else ""
+            self._tell_of(EventKind.ARRIVED, state, keys=tuple(state.path), why=why, traceparent=view.traceparent)
         return state
 
     def arrived(self, view: RequestView) -> None:
@@ -304,7 +302,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
     # -- endings ---------------------------------------------------------------------------------------
 
     def finished(self, view: RequestView, reason: str) -> int:
-        """The request has ended, or was aborted, and its blocks are free. ``reason`` goes into the recording.
+        """The request has ended, or was aborted, and its blocks are free. ``reason`` goes into its last event.
 
         Stores of its blocks may be under way: a later step fences them before it overwrites the blocks. Returns the
         number of tokens of its prompt that are kept for the engine that continues it; 0 if none does.
@@ -331,14 +329,6 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         if not self._requests:  # there may be no further step to report it in
             self.events.watch(self.manager.usage, now=True)
         self.status.step()
-        if state and self._recorder:
-            self._recorder.record(
-                state.since,
-                view.prompt_tokens,
-                view.tokens - view.prompt_tokens,
-                () if state.bypass or prompt < whole else self._requests.keys(state, view.prompt_tokens),
-                reason,
-            )
         return kept
 
     def busy(self) -> bool:
@@ -372,8 +362,6 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         if self.namespace is not self._first_namespace:
             self.manager.invalidate_all(self._first_namespace)  # no other process could find a later epoch's
         self.events.record(self.manager.close())
-        if self._recorder:
-            self._recorder.close()
         self.events.log_totals()
         # Requests that were unfinished when the engine stopped may have pins: that is not an error.
         self._log_pins(self._loads.holders.union(state.holder for state in self._requests))
@@ -383,8 +371,6 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         """Close everything that a failed side has opened. What does not close is kept until the process ends."""
         run(self.status.close)
         run(self.manager.close)
-        if self._recorder:
-            run(self._recorder.close)
         run(self.events.close)
 
     # -- inside ----------------------------------------------------------------------------------------

@@ -13,11 +13,10 @@ from kvtier_core.builtin import packed_slots
 from kvtier_core.config.model import StackConfig
 from kvtier_core.config.open import Runtime, log_warning, open_observers, open_stack, packs
 from kvtier_core.config.server_client import server_client, server_path
-from kvtier_core.config.suitable import require_secrets
+from kvtier_core.config.suitable import refuse, unset_secrets
 from kvtier_core.config.versions import own_version
 from kvtier_core.config.yaml_nodes import ProblemCollector
 from kvtier_core.engine.messages import Refusal, WorkerReport
-from kvtier_core.engine.recorder import Recorder
 from kvtier_core.engine.scheduler.side import SchedulerSide
 from kvtier_core.engine.start.ranks import Ranks
 from kvtier_core.interfaces import OpenContext
@@ -94,13 +93,10 @@ class Engine:
                 stack = self._open_stack(config, context, device)
                 undoing.callback(stack.close)
             with collector:
-                require_secrets(config, config.requests, "$.requests")
+                refuse(unset_secrets(config, config.requests, "$.requests"))
             with collector:
                 observers = Observers(open_observers(config, context))
                 undoing.callback(observers.close)
-            with collector:
-                recorder = Recorder(config, self.replicas, trial=self.checking) if config.record else None
-                undoing.callback(recorder.close if recorder else lambda: None)
             collector.raise_if_any()
             undoing.pop_all()
         self._log_stack(stack, config, context, before_start, asked)
@@ -115,7 +111,6 @@ class Engine:
             loads=self.loads,
             stores=self.stores,
             observers=observers,
-            recorder=recorder,
         )
         for line in side.describe():
             logger.info("kvtier: %s", line)

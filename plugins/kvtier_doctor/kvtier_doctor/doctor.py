@@ -142,7 +142,7 @@ def _together(config: StackConfig, group: KVGroup, found: list[Diagnosis]) -> li
     """Open all tiers together, as an engine does: two of them may want the same folder."""
     small = _small(config).tiers
     required = tuple(attrs.evolve(tier, required=True) if isinstance(tier, StoreTierConfig) else tier for tier in small)
-    config = attrs.evolve(config, tiers=required, status="off", observers=(), record=None)
+    config = attrs.evolve(config, tiers=required, status="off", observers=())
     error = run_within(lambda: tiers.started(config, group).close(), _PATIENCE * 5.0)
     problems = error.error.problems if error and isinstance(error.error, ConfigError) else ()
     troubles = {problem.path: str(problem) for problem in problems}

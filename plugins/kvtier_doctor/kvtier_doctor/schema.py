@@ -19,8 +19,10 @@ from typing import Any, Literal, Union
 import attrs
 
 from kvtier_core.cli.output import FINE, Output
+from kvtier_core.config.decode import KIND_OF
+from kvtier_core.config.examine import Offer
 from kvtier_core.config.model import ArenaTierConfig, StackConfig, StoreTierConfig
-from kvtier_core.config.registry import KIND_OF, Offer, Registry
+from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import ArenaConfig, BackendConfig
 from kvtier_core.types import EnvSecret, Nbytes, Seconds
 

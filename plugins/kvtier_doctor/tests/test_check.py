@@ -39,7 +39,6 @@ def test_check_shows_every_setting_and_its_origin(folder, capsys):
         ["$.identity.weights", "full", "default"],
         ["$.identity.ranks", "own", "default"],
         ["$.on_reset", "forget", "default"],
-        ["$.record", "~", "default"],
         ["$.status", "auto", "default"],
         ["$.log_requests", "all", "default"],
         ["$.server", "~", "default"],

@@ -31,7 +31,7 @@ from kvtier_doctor import tiers
 
 CPU = "{type: cpu, capacity: 8MiB, huge_pages: off}"
 PORT, SOCKET, HERE = "{type: prometheus, port: PORT}", "{type: prometheus, socket: HERE/metrics}", "HERE"
-JSONL, RECORD = "{type: jsonl, path: HERE/events, capacity: 1MiB}", "record: {path: HERE/recorded}"
+JSONL, RECORDING = "{type: jsonl, path: HERE/events, capacity: 1MiB}", "{type: recording, path: HERE/recorded}"
 STRANGER = 12345
 
 
@@ -70,15 +70,14 @@ STARTS = {
     "events in a full folder": file_of(observers=["{type: jsonl, path: HERE/full, capacity: 1MiB}"]),
     "events and a recording below a new disk": file_of(
         disk("new/store"),
-        observers=["{type: jsonl, path: HERE/new/store/a/events}"],
-        more=["record: {path: HERE/new/store/recorded}"],
+        observers=["{type: jsonl, path: HERE/new/store/a/events}", "{type: recording, path: HERE/new/store/recorded}"],
     ),
     "sockets below a new disk": file_of(
         disk("new/store"),
         observers=["{type: prometheus, socket: HERE/new/store/metrics}"],
         more=["status: HERE/new/status"],
     ),
-    "a recording": file_of(more=[RECORD]),
+    "a recording": file_of(observers=[RECORDING]),
     "a status socket that cannot be had": file_of(more=["status: HERE/file"]),
     "a status socket in use": file_of(more=["status: HERE/live"]),
     "a status socket of a killed engine": file_of(more=["status: HERE/dead"]),
@@ -108,8 +107,8 @@ REFUSED = {
     "events below a file": file_of(observers=["{type: jsonl, path: HERE/file/events}"]),
     "events at a link to nothing": file_of(observers=["{type: jsonl, path: HERE/nothing}"]),
     "events below a link to nothing": file_of(observers=["{type: jsonl, path: HERE/nothing/events}"]),
-    "a recording in a file": file_of(more=["record: {path: HERE/file}"]),
-    "a recording below a file": file_of(more=["record: {path: HERE/file/recorded}"], observers=[PORT]),
+    "a recording in a file": file_of(observers=["{type: recording, path: HERE/file}"]),
+    "a recording below a file": file_of(observers=["{type: recording, path: HERE/file/recorded}", PORT]),
     "two disks in one folder": file_of(disk("store"), disk("store")),
     "two disks in one new folder": file_of(disk("new/store"), disk("new/../new/store")),
     "two folders that engines share in one": file_of(disk("shared", shared="true"), disk("shared", shared="true")),
@@ -145,7 +144,7 @@ REFUSED = {
     "an extra that is missing": file_of(observers=["{type: prometheus, port: 0}"]),
     "a collector over an unknown protocol": file_of(observers=["{type: opentelemetry}"]),
     "several problems": file_of(
-        gds("read"), disk("shards"), observers=[SOCKET, SOCKET], more=["record: {path: HERE/file}"]
+        gds("read"), disk("shards"), observers=[SOCKET, SOCKET, "{type: recording, path: HERE/file}"]
     ),
 }
 
@@ -410,7 +409,7 @@ LOCKED = {
     "an optional slab": (file_of(gds("locked/inner", required="false")), True),
     "an optional folder that engines share": (file_of(disk("locked/inner", shared="true", required="false")), True),
     "events": (file_of(observers=["{type: jsonl, path: HERE/locked/events}"]), False),
-    "a recording": (file_of(more=["record: {path: HERE/locked/inner/recorded}"]), False),
+    "a recording": (file_of(observers=["{type: recording, path: HERE/locked/inner/recorded}"]), False),
     "metrics": (file_of(observers=["{type: prometheus, socket: HERE/locked/metrics}"]), False),
     "a status socket": (file_of(more=["status: HERE/locked/inner/status"]), True),
 }
@@ -500,9 +499,9 @@ def drawn_file(draw, folder):
     observers_of = [
         lambda: f"{{type: jsonl, path: HERE/{path()}, capacity: 1MiB}}",
         lambda: f"{{type: prometheus, socket: HERE/{path()}}}",
+        lambda: f"{{type: recording, path: HERE/{path()}}}",
     ]
-    more = draw.choice([[], [f"record: {{path: HERE/{path()}}}"]])
-    more += draw.choice([[], [f"status: HERE/{path()}"], ["status: 'off'"]])
+    more = draw.choice([[], [f"status: HERE/{path()}"], ["status: 'off'"]])
     more += draw.choice([[], [], [], ["chunk_tokens: 40"]])
     return file_of(
         *(draw.choice(tiers_of)() for _ in range(draw.randint(0, 3))),

@@ -46,8 +46,8 @@ FINE = {
     "a full name": TIERS.replace("cpu", "cpu@kvtier-cpu:cpu"),
     "an alias, with settings": TIERS.replace("1GiB", "1GiB, eviction: {type: git, classes: simple}"),
     "words that YAML takes for others": TIERS.replace("1GiB", "1GiB, huge_pages: off") + "save_decode: on\n",
-    "nothing": TIERS + "record: ~\n",
-    "a recording": TIERS + "record: {path: /x}\n",
+    "nothing": TIERS.replace("1GiB", "1GiB, keep: ~"),
+    "a recording": TIERS + "observers: [{type: recording, path: /x}]\n",
     "a server": "version: 1\nserver: unix:/run/kvtier/kvtier.sock\n",
     "spaces in a size": TIERS.replace("1GiB", "1 GiB"),
 }

@@ -19,6 +19,10 @@ TOKEN_NBYTES = 4 * 2 * 2 * 64 * 4
 FRAME_NBYTES = 4096 + CHUNK * TOKEN_NBYTES
 
 
+def recording(folder):
+    return {"type": "recording", "path": str(folder / "traffic")}
+
+
 def recorded(folder):
     (file,) = folder.glob("*.jsonl")
     return file
@@ -43,7 +47,7 @@ def test_the_simulated_hits_of_a_recording_are_those_of_the_live_server(engine, 
     By `lru`: a recording rounds times to milliseconds, and `gittins` goes by them. A real disk keeps a 64th of its
     capacity for its log of requests, a simulated one does not.
     """
-    stack = cpu_and_disk(tmp_path / "disk", f"{12 * FRAME_NBYTES}B", record={"path": str(tmp_path / "traffic")})
+    stack = cpu_and_disk(tmp_path / "disk", f"{12 * FRAME_NBYTES}B", observers=[recording(tmp_path)])
     for tier, frames in zip(stack["tiers"], (12, 31), strict=True):
         tier |= {"eviction": "lru", "capacity": f"{frames * FRAME_NBYTES}B"}
     live = []
@@ -65,7 +69,7 @@ def test_the_simulated_hits_of_a_recording_are_those_of_the_live_server(engine, 
 
 def test_a_recording_tells_nothing_but_what_it_should(engine, tmp_path, capsys):
     shared = prompt(1, 256)
-    stack = cpu_and_disk(tmp_path / "disk", record={"path": str(tmp_path / "traffic"), "capacity": "1MiB"})
+    stack = cpu_and_disk(tmp_path / "disk", observers=[recording(tmp_path)])
     with engine(stack) as served:
         served.ask(prompt(2, 300, shared), tokens=3)
         served.ask(prompt(3, 300, shared), tokens=2, salt="alice")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #: Settings that each engine has for itself.
 _OF_ENGINES = (
     *("server", "chunk_tokens", "token_database", "load_wait", "load", "save_decode", "identity", "on_reset"),
-    *("requests", "record", "status", "observers"),
+    *("requests", "audit_every", "status", "log_requests", "observers"),
 )
 #: Seconds that writes may take after SIGTERM.
 _CLOSING = 30.0
