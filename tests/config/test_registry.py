@@ -19,6 +19,7 @@ from kvtier_core.policies.lru import LruConfig
 from kvtier_lossy import plugin as lossy
 from kvtier_observers import plugin as observers
 from kvtier_policies import plugin as policies
+from kvtier_simulate import plugin as simulate
 
 HEAD = """
 import attrs
@@ -287,7 +288,7 @@ def test_an_extra_is_suggested(extra):
 
 
 def test_an_extra_is_suggested_for_each_policy_codec_and_observer_of_ours():
-    ours = Registry.of(policies, lossy, observers)
+    ours = Registry.of(policies, lossy, observers, simulate)
     offers = {(offer.kind, offer.name) for offer in ours.offers() if not offer.plugin.startswith("kvtier:")}
     assert offers == registry._EXTRAS.keys()
     assert Registry.of().choose("serializer", "int8").hint == "pip install 'kvtier[lossy]'"
