@@ -135,18 +135,18 @@ class Campaign:
     def _begin_anew(self) -> None:
         self._store = self._folder / f"store-{self.rounds}"
         self._ledger = Ledger(self._store)
-        self._homes: dict[tuple[int, str], str] = {}  # ranks and format of the weights -> namespace
+        self._homes: dict[tuple[int, str], str] = {}  # ranks and way to identify weights -> namespace
 
     def _round(self, number: int, moment: str, drawn: random.Random) -> None:
         ranks = 2 if number % 40 == 39 else 1
-        weights = drawn.choice(["auto", "auto", "safetensors"])  # in other words: one of two namespaces
+        weights = drawn.choice(["full", "full", "sampled"])  # in other words: one of two namespaces
         self._ledger.turn_to(self._homes.get((ranks, weights), ""))
         harmed = self._cut_power(drawn, short=number % 4 == 3) if number % 2 else []
         # A ring writes without any function of ``os`` in which the engine could die.
         io = "calls" if moment == "torn" else "auto"
-        stack = self._stack(direct=drawn.choice(["auto", "off"]), io=io)
+        stack = self._stack(direct=drawn.choice(["auto", "off"]), io=io) | {"identity": {"weights": weights}}
         arenas: set[int] = set()
-        with self._life(stack, moment, tensor_parallel_size=ranks, load_format=weights) as life:
+        with self._life(stack, moment, tensor_parallel_size=ranks) as life:
             if moment == "start":
                 self._compare(life.listen(drawn.uniform(0, 0.6)))
             else:
