@@ -13,7 +13,7 @@ import os
 import pathlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import attrs
@@ -46,12 +46,13 @@ class RecordingConfig(ObserverConfig):
 class Recording(Observer):
     """A line of JSON for each request that has ended, in a file that only its owner can access."""
 
-    def __init__(self, config: RecordingConfig, ctx: OpenContext):
+    def __init__(self, config: RecordingConfig, ctx: OpenContext, clock: Callable[[], float] = time.monotonic):
         """Engines that share the configuration each use an equal part of the capacity that is left. Raises OSError."""
         self._chunk_tokens = ctx.layout.tokens
-        self._began = time.time()
+        self._clock = clock  # not the events' own, which may be set
+        self._began = clock()
         self._salt = secrets.token_bytes(32)
-        self._arrived: dict[str, Event] = {}  # by request, until it ends
+        self._arrived: dict[str, tuple[float, Event]] = {}  # when, by request; until it ends
         taken = sum(file.stat().st_size for file in config.path.glob("*.jsonl"))
         self._room = (config.capacity - taken) // ctx.replicas
         name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.jsonl"
@@ -62,19 +63,19 @@ class Recording(Observer):
         """Append a line for each request that has ended, while there is room. Raises OSError."""
         for event in events:
             if event.kind is EventKind.ARRIVED:
-                self._arrived[event.request] = event
+                self._arrived[event.request] = self._clock(), event
             elif event.kind is EventKind.FINISHED and (arrived := self._arrived.pop(event.request, None)):
-                self._write(arrived, event)
+                self._write(*arrived, event)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
 
-    def _write(self, arrived: Event, finished: Event) -> None:
+    def _write(self, at: float, arrived: Event, finished: Event) -> None:
         if self._room <= 0:
             return
         line = {
-            "timestamp": max(0, round((arrived.at - self._began) * 1000)),
+            "timestamp": round((at - self._began) * 1000),
             "input_length": arrived.tokens,
             "output_length": finished.tokens - arrived.tokens,
             "chunk_tokens": self._chunk_tokens,

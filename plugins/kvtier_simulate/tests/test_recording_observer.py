@@ -14,7 +14,7 @@ from kvtier_core.config.open import open_observers
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import ConfigError
 from kvtier_core.types import Event, EventKind, Nbytes
-from kvtier_simulate.recording import RecordingConfig
+from kvtier_simulate.recording import Recording, RecordingConfig
 from kvtier_simulate.traces import read_trace
 from kvtier_testing import ObserverLaws
 from kvtier_testing.samples import make_context, make_keys, make_layout
@@ -28,8 +28,8 @@ class TestRecording(ObserverLaws):
         return RecordingConfig(folder / "traffic")
 
 
-def arrived(request, at=0.0, **known):
-    return Event(EventKind.ARRIVED, "", KEYS, tokens=300, request=request, at=at, **known)
+def arrived(request, **known):
+    return Event(EventKind.ARRIVED, "", KEYS, tokens=300, request=request, **known)
 
 
 def finished(request):
@@ -37,7 +37,7 @@ def finished(request):
 
 
 def recorded(folder, prompts=1, capacity=256 << 20):
-    """The lines of a new recording of so many prompts."""
+    """The lines of a new recording of this number of prompts."""
     before = set(folder.glob("*.jsonl"))
     observer = RecordingConfig(folder, Nbytes(capacity)).open(make_context(layout=LAYOUT))
     with contextlib.closing(observer):
@@ -48,10 +48,10 @@ def recorded(folder, prompts=1, capacity=256 << 20):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_recording_is_a_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.time", lambda: 100.0)
-    with contextlib.closing(RecordingConfig(tmp_path / "new" / "folder").open(make_context(layout=LAYOUT))) as observer:
-        observer.observe([arrived("a", 101.5), arrived("b", 102.0), arrived("never"), Event(EventKind.STORED, "cpu")])
+def test_a_recording_is_a_trace(tmp_path):
+    config, times = RecordingConfig(tmp_path / "new" / "folder"), iter([100.0, 101.5, 102.0, 103.0])
+    with contextlib.closing(Recording(config, make_context(layout=LAYOUT), lambda: next(times))) as observer:
+        observer.observe([arrived("a"), arrived("b"), arrived("never"), Event(EventKind.STORED, "cpu")])
         observer.observe([finished("b"), finished("unknown"), finished("a"), finished("a")])
     (file,) = (tmp_path / "new" / "folder").iterdir()
     _, later = map(json.loads, file.read_text().splitlines())
