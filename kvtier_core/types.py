@@ -121,7 +121,7 @@ class EventKind(enum.Enum):
     EVICTED = "evicted"  #: a tier dropped a chunk to make room
     REJECTED = "rejected"  #: a tier did not take a chunk: no room, too much in flight, or its policy
     MISSING = "missing"  #: a frame was gone from a store whose index had it
-    CORRUPT = "corrupt"  #: a frame failed verification, or is forged, and is not served; or an audit, and was
+    CORRUPT = "corrupt"  #: a frame failed verification and is not served; or an audit found that its KV is wrong
     AUDITED = "audited"  #: the engine has computed a chunk that is stored, and they are the same
     INCOMPATIBLE = "incompatible"  #: a frame of another codec, seal key or format version: neither served nor deleted
     IO_ERROR = "io_error"  #: a store raised
@@ -136,7 +136,7 @@ class EventKind(enum.Enum):
     HANDED_OVER = "handed_over"  #: tokens of a prompt that are kept for the engine that continues it
     NOT_KEPT = "not_kept"  #: the other tokens of its whole chunks
     WITHHELD = "withheld"  #: tokens of a request that asked not to store them
-    ARRIVED = "arrived"  #: a request was first seen, with the keys of its chunks; of no tier
+    ARRIVED = "arrived"  #: a request was first seen, with its chunks' keys; why, if only in memory; of no tier
     FINISHED = "finished"  #: a request ended or was aborted, with the seconds since it arrived; of no tier
     USAGE = "usage"  #: the contents of the tier have changed; once a second at most
 

@@ -214,7 +214,7 @@ class StackConfig:
     load: Literal["auto", "always"] = "auto"
     save_decode: bool = False  #: store chunks of generated tokens, too
     requests: RequestsConfig = attrs.field(factory=RequestsConfig)  #: which requests are stored and loaded
-    #: One of this many hits is audited: the engine computes its last chunk, and compares it with what is stored.
+    #: One hit in this many is audited: the engine computes its last chunk and compares it with the stored one.
     audit_every: int | Literal["off"] = attrs.field(default=1000, validator=_one_or_more)
     identity: IdentityConfig = attrs.field(factory=IdentityConfig)  #: decides which engines may share KV
     #: The reaction to a reset of vLLM's caches. vLLM resets them for new weights, a sleep or a pause, and does not
@@ -290,10 +290,10 @@ class StackConfig:
 
     def check_host(self) -> None:
         """Raise ConfigError for settings that have no effect on the pages of another engine's own offloading."""
-        default, without = StackConfig(self.tiers), "server chunk_tokens save_decode requests audit_every"
+        default = StackConfig(self.tiers)
         problems = [
             self.problem(f"$.{name}", "it has no effect where the host moves the pages", "remove it")
-            for name in (*without.split(), "log_requests", "programs")
+            for name in ("server", "chunk_tokens", "save_decode", "requests", "audit_every", "log_requests", "programs")
             if getattr(self, name) != getattr(default, name)
         ]
         if problems:

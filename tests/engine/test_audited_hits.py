@@ -52,7 +52,7 @@ def put_other_kv(served):
         memory.view(slot)[:] = bytes(memory.slot_nbytes)
 
 
-def test_one_of_so_many_hits_is_audited(auditing):
+def test_every_third_hit_is_audited(auditing):
     served, found = auditing(3)
     assert [served.ask(str(each), ASKED) for each in range(7)] == [*(WHOLE, WHOLE, SHORT) * 2, WHOLE]
     assert found == ["", ""]

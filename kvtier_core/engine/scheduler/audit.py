@@ -1,7 +1,7 @@
-"""Audits: of some hits the engine computes the last chunk itself, and the workers compare it with the stored one.
+"""Audits: the engine computes the last chunk of some hits, and the workers compare it with the stored one.
 
-A frame whose bytes are verified may still hold the wrong KV, if something that changes KV is part of no identity. Only
-computing it again shows that.
+A frame whose bytes are verified may still hold the wrong KV, if something that changes KV is missing from the
+identity. Only computing it again shows that.
 """
 
 from __future__ import annotations

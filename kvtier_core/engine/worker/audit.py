@@ -1,4 +1,4 @@
-"""Compares the KV that the engine has computed in some pages with what is stored of the same chunk."""
+"""Compares the KV that the engine has computed for a chunk with the stored one."""
 
 from __future__ import annotations
 

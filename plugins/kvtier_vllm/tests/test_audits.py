@@ -1,4 +1,4 @@
-"""Of an audited hit the engine computes the last chunk. If what is stored differs, nothing is loaded any more."""
+"""The engine computes the last chunk of an audited hit. If the stored one differs, nothing more is loaded."""
 
 from __future__ import annotations
 
