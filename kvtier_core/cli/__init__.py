@@ -23,26 +23,16 @@ from kvtier_core.work.io_pool import run
 
 _COMMANDS = "completion plugins"
 _GROUP = "kvtier.commands"
-#: Commands of packages that are not always installed, and the extra that installs each.
-_EXTRAS = {
-    "bench": "doctor",
-    "check": "doctor",
-    "clear": "doctor",
-    "conform": "testing",
-    "doctor": "doctor",
-    "explain": "doctor",
+#: The extras that install packages with commands, and these commands.
+_COMMANDS_OF = {
+    "doctor": "bench check clear doctor explain fsck schema status top",
     "fleet": "fleet",
-    "fsck": "doctor",
-    "identity": "vllm",
-    "new": "testing",
-    "plan": "simulate",
-    "quality": "vllm",
-    "schema": "doctor",
     "serve": "serve",
-    "simulate": "simulate",
-    "status": "doctor",
-    "top": "doctor",
+    "simulate": "plan simulate",
+    "testing": "conform new",
+    "vllm": "identity quality",
 }
+_EXTRAS = {command: extra for extra, commands in _COMMANDS_OF.items() for command in commands.split()}
 
 
 class _Command(argparse.ArgumentParser):
