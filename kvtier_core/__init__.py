@@ -16,39 +16,20 @@ if TYPE_CHECKING:
     from kvtier_core.interfaces import OpenContext
     from kvtier_core.layouts import ChunkLayout
     from kvtier_core.stack.manager import StorageManager
-    from kvtier_core.types import (
-        ChunkKey,
-        Event,
-        EventKind,
-        Namespace,
-        Nbytes,
-        Seconds,
-        Slot,
-        Usage,
-    )
+    from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, Nbytes, Seconds, Slot, Usage
 
-_HOMES = {
-    "BackendError": "errors",
-    "ChunkKey": "types",
-    "ChunkLayout": "layouts",
-    "ConfigError": "errors",
-    "ContractError": "errors",
-    "Event": "types",
-    "EventKind": "types",
-    "KvtierError": "errors",
-    "Namespace": "types",
-    "Nbytes": "types",
-    "OpenContext": "interfaces",
-    "Problem": "errors",
-    "Registry": "config.registry",
-    "Seconds": "types",
-    "Slot": "types",
-    "StackConfig": "config.model",
-    "StorageManager": "stack.manager",
-    "Usage": "types",
-    "load_config": "config.load",
-    "open_stack": "config.open",
+_NAMES_IN = {
+    "config.load": "load_config",
+    "config.model": "StackConfig",
+    "config.open": "open_stack",
+    "config.registry": "Registry",
+    "errors": "BackendError ConfigError ContractError KvtierError Problem",
+    "interfaces": "OpenContext",
+    "layouts": "ChunkLayout",
+    "stack.manager": "StorageManager",
+    "types": "ChunkKey Event EventKind Namespace Nbytes Seconds Slot Usage",
 }
+_HOMES = {name: module for module, names in _NAMES_IN.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 
 
