@@ -43,6 +43,8 @@ _OPTIONS = {
     "smb3": "uid={user},dir_mode=0700,file_mode=0600",
     "fuse.gcsfuse": "uid={user},dir-mode=700,file-mode=600",
 }
+#: What is not a file, in words; anything else is a device.
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 #: Links on the way to a folder, as many as Linux follows.
 _MAX_LINKS = 40
 
@@ -344,25 +346,11 @@ class Folder:
             raise
 
 
-def _kind_of(status: os.stat_result) -> str:
-    """The kind of a file in words."""
-    for is_kind, word in (
-        (stat.S_ISREG, "a file"),
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISLNK, "a link"),
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISSOCK, "a socket"),
-    ):
-        if is_kind(status.st_mode):
-            return word
-    return "a device"
-
-
 def why_no_file(status: os.stat_result) -> str:
     """Why this is not a file of this user alone; "" if it is one. Others may have put it there, or may write to it."""
     why = ""
     if not stat.S_ISREG(status.st_mode):
-        why = f"{_kind_of(status)} where a file is expected"
+        why = f"{_KINDS.get(stat.S_IFMT(status.st_mode), 'a device')} where a file is expected"
     elif status.st_uid != os.geteuid():
         why = f"owned by user {status.st_uid}; kvtier uses only files of its own user; remove it"
     elif status.st_mode & 0o077:
