@@ -21,20 +21,11 @@ _write_files: _Move = choose("write_files", lambda fds, views, at: None)
 def read_files(
     fds: Sequence[int], into: Sequence[memoryview], *, ring: bool, direct: bool = False, at: Sequence[int] | None = None
 ) -> list[int | OSError]:
-    """Read each file of ``fds`` into the view with the same number.
+    """Read each file of ``fds``, open without O_NONBLOCK, into the view with the same number.
 
-    Parameters
-    ----------
-    fds
-        Files that are open for reading, without O_NONBLOCK.
-    into
-        The views to fill. With O_DIRECT, each is a multiple of `FRAME_ALIGNMENT` bytes long.
-    ring
-        Use io_uring, if the calling thread can have a ring.
-    direct
-        The files are open with O_DIRECT: data for a view that is not aligned is read elsewhere and copied.
-    at
-        The offset in each file, with O_DIRECT a multiple of `FRAME_ALIGNMENT`; by default 0.
+    ``ring``: use io_uring, if the calling thread can have a ring. ``at`` has the offset in each file, by default 0.
+    ``direct``: the files are open with O_DIRECT. Then offsets, and the lengths of views, are multiples of
+    `FRAME_ALIGNMENT`; data for a view that is not aligned is read elsewhere and copied.
 
     Returns for each file the bytes read, fewer than its view has only if the file ends earlier, or the OSError.
     """
