@@ -84,9 +84,8 @@ class LifeTable:
     def restore(self, saved: bytes) -> bool:
         """Take over saved votes, as `_TRUSTED` returns at most; False, without any change, for any other bytes."""
         count = len(self._lives) * AGES
-        if len(saved) != _HEADER.size + 8 * count or saved[: _HEADER.size] != _HEADER.pack(
-            _MAGIC, len(self._lives), AGES
-        ):
+        header = _HEADER.pack(_MAGIC, len(self._lives), AGES)
+        if len(saved) != len(header) + 8 * count or not saved.startswith(header):
             return False
         votes = struct.unpack_from(f"<{2 * count}f", saved, _HEADER.size)
         returns, lives = votes[:count], votes[count:]
