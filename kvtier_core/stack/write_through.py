@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
+import attrs
+
 from kvtier_core.frames.format import seal_part
 from kvtier_core.frames.identity import codec_of_slots, namespace_of_slots
 from kvtier_core.layouts import ChunkLayout
@@ -24,28 +26,18 @@ _SEALER = "sealing"
 MakeRoom = Callable[[Arena, int, Sequence[ChunkKey]], None]
 
 
+@attrs.define(eq=False)
 class WriteThrough:
     """Call every method on the owner's thread; only `_seal` runs on another."""
 
-    def __init__(
-        self,
-        hot: Arena,
-        levels: Sequence[Level],
-        *,
-        namespace: Namespace,
-        layout: ChunkLayout,
-        pool: Pool,
-        make_room: MakeRoom,
-        report: Callable[[Event], None],
-    ):
-        self.namespace = namespace  #: of the frames that are sealed from now on
-        self._hot = hot
-        self._levels = levels  # the first one is the hottest arena; others may still come
-        self._layout = layout
-        self._pool = pool
-        self._make_room = make_room
-        self._report = report
-        self._sealing: set[ChunkKey] = set()
+    _hot: Arena
+    _levels: Sequence[Level]  # the first one is the hottest arena; others may still come
+    namespace: Namespace  #: of the frames that are sealed from now on
+    _layout: ChunkLayout
+    _pool: Pool
+    _make_room: MakeRoom
+    _report: Callable[[Event], None]
+    _sealing: set[ChunkKey] = attrs.field(factory=set, init=False)
 
     def plan(self, path: Sequence[ChunkKey], salt: bytes, *, memory_only: bool = False) -> AdmissionPlan:
         """The chunks of a path that each tier below would take now, and those that peers may see.

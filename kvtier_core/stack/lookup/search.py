@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Sequence
 
+import attrs
+
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.stack.arena import Arena
 from kvtier_core.stack.lookup.leases import Lease, Leases
@@ -18,22 +20,15 @@ _PREFETCH_SHARE = 4
 _NOT_STORED = "not stored"
 
 
+@attrs.frozen(eq=False)
 class Search(abc.ABC):
     """Finds the part of a path that a stack holds. Called on the owner's thread."""
 
-    def __init__(
-        self,
-        arenas: Sequence[Arena],
-        tiers: Sequence[StoreTier],
-        promotions: Promotions,
-        leases: Leases,
-        layout: ChunkLayout,
-    ):
-        self._arenas = arenas
-        self._tiers = tiers
-        self._promotions = promotions
-        self._leases = leases
-        self._layout = layout
+    _arenas: Sequence[Arena]
+    _tiers: Sequence[StoreTier]
+    _promotions: Promotions
+    _leases: Leases
+    _layout: ChunkLayout
 
     @abc.abstractmethod
     def lookup(self, path: Sequence[ChunkKey], holder: str, terms: Terms) -> Lookup:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import attrs
+
 from kvtier_core.interfaces import Backend
 from kvtier_core.stack.store_tier.frame_table import FrameTable, Use
 from kvtier_core.stack.store_tier.health import Breaker, StoreHealth
@@ -21,17 +23,15 @@ class Call(NamedTuple):
     seconds: float  #: that it spent on a thread
 
 
+@attrs.define(eq=False)
 class Calls:
-    """Makes the calls. Owner's thread only. ``clock`` returns seconds."""
+    """Makes the calls. Owner's thread only."""
 
-    def __init__(
-        self, backend: Backend, table: FrameTable, pool: Pool, health: StoreHealth, clock: Callable[[], float]
-    ):
-        self.backend = backend
-        self.table = table
-        self.pool = pool
-        self.health = health
-        self.clock = clock
+    backend: Backend
+    table: FrameTable
+    pool: Pool
+    health: StoreHealth
+    clock: Callable[[], float]  #: returns seconds
 
     def run(
         self,
