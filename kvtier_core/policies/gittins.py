@@ -60,34 +60,30 @@ class GittinsConfig(EvictionConfig):
         return EvictionPolicy.register(choose("Gittins", Gittins))(sizes=1 if self.classes == "simple" else _SIZES)
 
 
+@attrs.define(eq=False)
 class _Group:
     """Keys of one class that the same request named last. They share one vote."""
 
-    __slots__ = ("age", "cls", "ghosts", "held", "named", "since")
-
-    def __init__(self, cls: int, since: float):
-        self.cls = cls
-        self.since = since
-        self.age = 0  # a step of the life table
-        self.held: OrderedDict[ChunkKey, None] = OrderedDict()  # leaf first
-        self.ghosts = 0
-        self.named = 1  # number of keys that it had at first, which share the vote
+    cls: int
+    since: float
+    age: int = 0  #: a step of the life table
+    held: OrderedDict[ChunkKey, None] = attrs.field(factory=OrderedDict)  #: leaf first
+    ghosts: int = 0
+    named: int = 1  #: number of keys that it had at first, which share the vote
 
     @property
     def votes(self) -> int:
         return _VOTE * (len(self.held) + self.ghosts) // self.named
 
 
+@attrs.define(eq=False)
 class _Cell:
     """The groups of one class and step of age, the oldest first."""
 
-    __slots__ = ("awaited", "groups", "holding", "votes")
-
-    def __init__(self) -> None:
-        self.groups: OrderedDict[_Group, None] = OrderedDict()
-        self.holding: OrderedDict[_Group, None] = OrderedDict()  # those with a held key
-        self.votes = 0
-        self.awaited = False  # `_due` has an entry for its oldest group
+    groups: OrderedDict[_Group, None] = attrs.field(factory=OrderedDict)
+    holding: OrderedDict[_Group, None] = attrs.field(factory=OrderedDict)  #: those with a held key
+    votes: int = 0
+    awaited: bool = False  #: `_due` has an entry for its oldest group
 
 
 class Gittins(EvictionPolicy):
