@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import attrs
@@ -76,11 +75,8 @@ class OwnShard:
             return FrameError.SHORT.as_read()
         if self._number is None:
             error = verify_checksums(found, checksum)
+        elif len(checksums := shard_checksums_of(header)) != len(self._part.shards):
+            error = FrameError.SHARDS
         else:
-            error = self._compare(shard_checksums_of(header), self._number, checksum)
+            error = None if checksums[self._number] == checksum else FrameError.CHECKSUM
         return error.as_read() if error else FrameRead(ReadStatus.VERIFIED, nbytes=frame.location.nbytes)
-
-    def _compare(self, checksums: Sequence[int], number: int, checksum: int) -> FrameError | None:
-        if len(checksums) != len(self._part.shards):
-            return FrameError.SHARDS
-        return None if checksums[number] == checksum else FrameError.CHECKSUM

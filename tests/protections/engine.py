@@ -662,7 +662,7 @@ MUTANTS = (
     Mutant(
         "shards-on-a-gpu-are-not-summed",
         "kvtier_core/transfer/own_shard.py",
-        "None if checksums[number] == checksum else FrameError.CHECKSUM",
+        "None if checksums[self._number] == checksum else FrameError.CHECKSUM",
         "None",
         "tests/engine/test_device_reads.py",
     ),
