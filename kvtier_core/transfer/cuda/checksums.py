@@ -65,6 +65,7 @@ class Told(NamedTuple):
     flagged: Sequence[int] = ()
 
 
+@attrs.define(eq=False)
 class StoreChecksums:
     """The checksums of the stores of the part ``name``: of this rank's shard in each slot.
 
@@ -73,23 +74,14 @@ class StoreChecksums:
     states why there are none from the start. ``packed`` shards are not copied without memory for flags.
     """
 
-    def __init__(
-        self,
-        name: str,
-        memory: SumsMemory | None,
-        shard: int,
-        nbytes: int,
-        slot_nbytes: int,
-        why_not: str,
-        *,
-        packed: bool = False,
-    ):
-        self.packed = packed
-        self._name = name
-        self._memory = memory
-        self._shard, self._nbytes, self._slot_nbytes = shard, nbytes, slot_nbytes
-        self._why_not = why_not
-        self._compared = False
+    _name: str
+    _memory: SumsMemory | None
+    _shard: int
+    _nbytes: int
+    _slot_nbytes: int
+    _why_not: str
+    packed: bool = attrs.field(default=False, kw_only=True)
+    _compared: bool = attrs.field(default=False, init=False)
 
     def begin(self, slots: Sequence[int]) -> PendingChecksums | None:
         """For a staged store into these slots, of whole chunks unless they are packed; None if it reports nothing."""
