@@ -22,7 +22,7 @@ from kvtier_core.stack.store_tier.remote_lookup import RemoteLookup
 from kvtier_core.stack.store_tier.request_log import RequestLog, keys_beside
 from kvtier_core.stack.store_tier.writes import FrameWrite, Release, Writes
 from kvtier_core.types import ChunkKey, Event, EventKind, Namespace, StoredFrame, Usage
-from kvtier_core.work.io_pool import Outcome, Pool, run, run_within
+from kvtier_core.work.io_pool import Pool, run, run_within
 
 #: Number of frames that leave in one step when the capacity becomes smaller.
 _LEAVE_AT_ONCE = 64
@@ -199,7 +199,7 @@ class StoreTier:
         self._writes.start()
         for kept in self._kept:
             if kept.due(now) and self._health.can_write:
-                kept.keep_by(self.pool, now, self._was_kept)
+                kept.keep_by(self.pool, now, lambda saved: self._health.record(self._health.writes, [], saved.error))
         self.remote.start(self._index_found)
 
     # -- writing -----------------------------------------------------------------------------------
@@ -403,9 +403,6 @@ class StoreTier:
         if stale:
             run(lambda: self.backend.delete(stale))
         self._deletes.evict_excess("beyond its capacity")
-
-    def _was_kept(self, outcome: Outcome) -> None:
-        self._health.record(self._health.writes, [], outcome.error)
 
     def _index_found(self, keys: Sequence[ChunkKey]) -> None:
         """Index the keys that the store has; forget others if there are too many."""
