@@ -23,9 +23,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 def _process() -> tuple[int, int]:
-    """Distinguishes this process from those that it was forked from. The number alone does not: each PID namespace has
-    a process 1.
-    """
+    """Distinguishes this process from those that it was forked from, also if both are process 1 of a PID namespace."""
     return os.getpid(), _forks
 
 

@@ -37,8 +37,7 @@ class Step:
     #: Blocks that the engine gave to running requests since the last step, and that the step may write to. Blocks of a
     #: request that was admitted meanwhile need not be among them.
     new_blocks: Collection[int]
-    #: The block tables of a scheduled request as they are in this step. Called only if they are needed: engines copy
-    #: them.
+    #: The block tables of a scheduled request as they are in this step. Called only if needed: engines copy them.
     block_tables: Callable[[str], BlockTables]
     #: The recurrent states that the step leaves, by request and by the number of tokens before each.
     states: Mapping[str, Mapping[int, OfferedStates]] = attrs.field(factory=dict)

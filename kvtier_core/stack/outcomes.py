@@ -104,10 +104,7 @@ class Declined:
 
 @attrs.frozen
 class Lookup:
-    """The part of a path that a stack holds.
-
-    Slots are pinned for the holder, and frames stay in place, until `Stack.release`.
-    """
+    """The held part of a path. Slots are pinned for the holder, and frames stay in place, until `Stack.release`."""
 
     #: The leading chunks that can be loaded now; a `StoredFrame` for each one that workers read from a store.
     slots: Sequence[Slot | StoredFrame] = ()

@@ -40,10 +40,7 @@ class WriteThrough:
     _sealing: set[ChunkKey] = attrs.field(factory=set, init=False)
 
     def plan(self, path: Sequence[ChunkKey], salt: bytes, *, memory_only: bool = False) -> AdmissionPlan:
-        """The chunks of a path that each tier below would take now, and those that peers may see.
-
-        ``salt`` is that of the request.
-        """
+        """The chunks of a path that each tier below would take now, or that peers may see. ``salt``: the request's."""
         salts = dict.fromkeys(path, salt) if salt else {}
         if memory_only:
             return AdmissionPlan(salts=salts)

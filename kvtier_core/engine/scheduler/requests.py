@@ -186,9 +186,7 @@ class Requests:
         return self._states.get(request_id)
 
     def track(self, view: RequestView) -> RequestState:
-        """Note the latest view of a request. The first call tells the stack's policies about its path, if all of it
-        may be stored.
-        """
+        """Note the latest view of a request. The first one tells the stack's policies its path if all may be stored."""
         state = self._states.get(view.request_id)
         if state is None:
             name = printable(view.request_id)

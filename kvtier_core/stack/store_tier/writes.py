@@ -70,10 +70,7 @@ class Writes:
     def add(
         self, frames: Sequence[FrameWrite], victims: Sequence[ChunkKey], codec: FrameCodec, release: Release
     ) -> None:
-        """Evict ``victims``, then write ``frames`` of one path, root first.
-
-        The frames keep this codec even if the namespace changes later.
-        """
+        """Evict ``victims``, then write ``frames`` of one path, root first, with this codec even in a later epoch."""
         keys = [frame.key for frame in frames]
         self._index.admit(keys, [frame.parent for frame in frames], codec.max_frame_nbytes)
         self._index.salts.update({frame.key: frame.salt for frame in frames if frame.salt})
