@@ -317,7 +317,7 @@ class _Opening:
                 timeout=tier.timeout,
                 threads=tier.threads,
                 not_direct=self._why_not_direct(tier, opened),
-                takes_writes=not tier.config.of_peers,
+                takes_writes=not (tier.config.of_peers or tier.config.read_only),
                 of_all=tier.capacity if self._shared else None,
                 clock=self.runtime.clock,
             )

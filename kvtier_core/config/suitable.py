@@ -30,6 +30,8 @@ def unsuitable(config: StackConfig, number: int) -> Iterator[Problem]:
         if other_path := used.get(os.path.realpath(folder)):
             yield config.problem(path, f"{folder} is also the folder of {other_path}", "give each its own path")
         used[os.path.realpath(folder)] = path
+    if isinstance(tier, StoreTierConfig) and tier.config.read_only and tier.writes:
+        yield config.problem(f"{path}.writes", "nothing is written to this tier", "remove it")
     yield from unset_secrets(config, tier, path)
 
 

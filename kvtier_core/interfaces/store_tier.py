@@ -205,6 +205,8 @@ class BackendConfig(abc.ABC):
     #: Are its frames those of other engines? Then the tier reads them there, writes nothing, and shows the others its
     #: own: `OpenContext.sealed` and `OpenContext.stored`. A tier of peers is shared.
     of_peers: ClassVar[bool] = False
+    #: Does nothing write to its store? Then the tier only reads. It is shared.
+    read_only: ClassVar[bool] = False
     #: May ``capacity`` change while the tier is open, unless it is shared? See `Backend.resize`.
     resizable: ClassVar[bool] = False
     #: Does the reader of `attach_reader` unpack the shards of a packed layout (`Shard.packed`)? A `StagedReader` whose

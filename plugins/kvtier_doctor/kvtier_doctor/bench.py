@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """A line for each thing that was measured. Raises ConfigError and BackendError."""
     config = load_config(options.file, Registry.discover())
     stores = enumerate(config.tiers)
-    numbers = [i for i, tier in stores if isinstance(tier, StoreTierConfig) and not tier.config.of_peers]
+    numbers = [i for i, tier in stores if isinstance(tier, StoreTierConfig) and not tier.config.read_only]
     if not numbers:
         raise BackendError(f"{options.file}: no tier below its arenas to measure")
     config, layout = tiers.sized(config, tiers.kv_of(options.model, output))

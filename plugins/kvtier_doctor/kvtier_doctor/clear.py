@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _chosen(options: argparse.Namespace) -> list[StoreTierConfig]:
     """The tiers to clear. Raises BackendError if there are none, or if one is shared and ``--shared`` was not given."""
-    stores = load_config(options.file, Registry.discover()).stores
+    stores = [tier for tier in load_config(options.file, Registry.discover()).stores if not tier.config.read_only]
     chosen = [tier for tier in stores if options.tier in (None, tier.name)]
     if not chosen:
         have = ", ".join(tier.name for tier in stores) or "none"

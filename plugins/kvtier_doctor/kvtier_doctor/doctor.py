@@ -178,8 +178,10 @@ def _diagnose(config: StackConfig, number: int, layout: ChunkLayout, engine: _En
 def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
     with opened(config, layout, number) as tier:
         if isinstance(tier.tier, StoreTierConfig) and tier.tier.config.of_peers:
-            return _tried_peers(tier)
+            time.sleep(_MEETING)
         settings = _settings(tier)
+        if isinstance(tier.tier, StoreTierConfig) and tier.tier.config.read_only:
+            return Diagnosis(tier.tier.name, settings=settings)  # the store has no frame of this namespace
         if isinstance(tier.store, AllocatorBackend):
             return attrs.evolve(_tried_arena(tier.tier.name, tier.store), settings=settings)
         with Frames(tier, layout, _FRAMES) as frames:
@@ -193,12 +195,6 @@ def _tried(config: StackConfig, number: int, layout: ChunkLayout) -> Diagnosis:
 def _settings(tier: OpenedTier) -> tuple[str, ...]:
     trial = tier.store.trial() if isinstance(tier.store, SupportsTrial) else {}
     return tuple(f"{name}: {fact}" for name, fact in {**tier.store.facts(), **trial}.items())
-
-
-def _tried_peers(tier: OpenedTier) -> Diagnosis:
-    """Which peers answer, and how fast. Nothing can be written to them, and none has a frame of this namespace."""
-    time.sleep(_MEETING)
-    return Diagnosis(tier.tier.name, settings=_settings(tier))
 
 
 def _tried_arena(name: str, arena: AllocatorBackend) -> Diagnosis:

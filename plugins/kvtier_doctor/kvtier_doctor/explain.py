@@ -59,11 +59,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 
 def tokens_of(file: Path) -> list[int]:
-    """The prompt in a file. Raises BackendError."""
+    """The prompt in a file: a list of token ids, or an answer of vLLM's ``/tokenize``. Raises BackendError."""
     try:
         tokens = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise BackendError(f"cannot read {file}: {error}; write the token ids as a JSON list") from error
+    if isinstance(tokens, dict):
+        tokens = tokens.get("tokens")
     if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
         raise BackendError(f"{file}: not a list of token ids; write [1, 2, 3]")
     return tokens

@@ -17,6 +17,7 @@ class PeersConfig(PeersSettings, BackendConfig):
     type: ClassVar[str] = "peers"
     shared: ClassVar[bool] = True
     of_peers: ClassVar[bool] = True
+    read_only: ClassVar[bool] = True
 
     def open(self, ctx: OpenContext) -> Backend:
         from kvtier_peers.backend import PeersBackend

@@ -61,10 +61,8 @@ def find_tier(file: str, name: str) -> ArenaTierConfig | StoreTierConfig:
     tiers = {tier.name: tier for tier in config.tiers}
     if name not in tiers:
         raise BackendError(f"{file} has no tier {name!r}; it has: {', '.join(tiers)}")
-    if getattr(tiers[name].config, "of_peers", False):
-        raise BackendError(
-            f"{name} does not accept writes, which the laws need: only the engines of peers write their frames"
-        )
+    if getattr(tiers[name].config, "read_only", False):
+        raise BackendError(f"{name} does not accept writes, which the laws need")
     return tiers[name]
 
 
