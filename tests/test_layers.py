@@ -43,6 +43,7 @@ FLOORS = [
 FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "outside", "hookspecs", "transfer", "storekit", "work"}
 #: Packages beside the core that are released with it, and may use all of it.
 PRODUCTS = {
+    "kvtier_bundle",
     "kvtier_doctor",
     "kvtier_fleet",
     "kvtier_hosts",
@@ -223,6 +224,7 @@ def test_configs_of_plugins_are_light(package: Path):
 
 def test_packages_were_found():
     ours = {
+        "kvtier_bundle",
         "kvtier_cpu",
         "kvtier_disk",
         "kvtier_doctor",

@@ -25,6 +25,7 @@ _COMMANDS = "completion plugins"
 _GROUP = "kvtier.commands"
 #: The extras that install packages with commands, and these commands.
 _COMMANDS_OF = {
+    "bundle": "export import",
     "doctor": "bench check clear doctor explain fsck schema status top",
     "fleet": "fleet",
     "serve": "serve",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from protections import (
+    bundles,
     commands,
     engine,
     fleet,
@@ -21,6 +22,6 @@ from protections import (
 
 ROOMS = (
     *(identity, vllm, hosts, engine, server, fleet, stack, lookups),
-    *(frames, transfer, storekit, plugins, commands, outside),
+    *(frames, transfer, storekit, bundles, plugins, commands, outside),
 )
 MUTANTS = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

@@ -38,7 +38,7 @@ def test_every_problem_of_the_file_is_reported_at_once(engine, tmp_path):
         "/kvtier.yaml:5: $.tiers[0].capacity: '64MB' is not a size; "
         "write a whole number and B, KiB, MiB, GiB, TiB or PiB\n"
         "/kvtier.yaml:6: $.tiers[1].type: no tier 'disc' is installed "
-        "(have: cpu, disk, gds, heap, mooncake, peers, redis, s3); did you mean 'disk'?\n"
+        "(have: bundle, cpu, disk, gds, heap, mooncake, peers, redis, s3); did you mean 'disk'?\n"
         "/kvtier.yaml:7: $.tiers[2].pth: unknown key 'pth'; did you mean 'path'?"
     )
 

@@ -1,0 +1,71 @@
+"""Protections of bundles."""
+
+from __future__ import annotations
+
+from protections.mutant import Mutant
+
+FORMAT = "plugins/kvtier_bundle/kvtier_bundle/format.py"
+EXPORTING = "plugins/kvtier_bundle/kvtier_bundle/exporting.py"
+IMPORTING = "plugins/kvtier_bundle/kvtier_bundle/importing.py"
+TESTS = "plugins/kvtier_bundle/tests/test_bundles.py::"
+DAMAGED = "plugins/kvtier_bundle/tests/test_damaged_bundles.py::"
+
+MUTANTS = (
+    Mutant(
+        "others-write-what-a-bundle-says",
+        "plugins/kvtier_bundle/kvtier_bundle/backend.py",
+        "            must_be_trusted(self._bundle.file)\n",
+        "            pass\n",
+        TESTS + "test_what_others_can_write_is_not_read",
+    ),
+    Mutant(
+        "imports-are-not-verified",
+        FORMAT,
+        "            header = inspect_frame(page)\n",
+        "",
+        DAMAGED + "test_no_damaged_bundle_gives_a_wrong_frame",
+    ),
+    Mutant(
+        "an-index-belongs-to-any-bundle",
+        FORMAT,
+        "return crc32(index, crc32(head))",
+        "return crc32(index)",
+        DAMAGED + "test_the_index_of_another_bundle_is_not_taken",
+    ),
+    Mutant(
+        "a-length-is-believed",
+        FORMAT,
+        "(piece := file.read(min(nbytes, _PIECE_NBYTES)))",
+        "(piece := file.read(nbytes))",
+        DAMAGED + "test_a_length_that_no_bytes_follow_takes_no_memory",
+    ),
+    Mutant(
+        "damaged-frames-are-exported",
+        EXPORTING,
+        "form.fault(frame, stored.key, form.namespace) or inspect_frame(frame)",
+        "form.fault(frame, stored.key, form.namespace) or header_of(memoryview(frame))",
+        TESTS + "test_damaged_frames_do_not_leave_and_are_told",
+    ),
+    Mutant(
+        "other-weights-are-imported",
+        IMPORTING,
+        "    if there and namespace not in there:\n",
+        "    if False:\n",
+        TESTS + "test_a_bundle_of_other_weights_is_not_imported",
+    ),
+    Mutant(
+        "an-import-exceeds-the-capacity",
+        IMPORTING,
+        "        if room is not None and nbytes + len(frame) > room:\n",
+        "        if False:\n",
+        TESTS + "test_an_interrupted_import_is_repeated_and_capacity_is_kept",
+    ),
+    Mutant(
+        "read-only-tiers-are-written-to",
+        "kvtier_core/config/open.py",
+        "takes_writes=not (tier.config.of_peers or tier.config.read_only),",
+        "takes_writes=not tier.config.of_peers,",
+        "plugins/kvtier_vllm/tests/test_bundles_in_engines.py::"
+        "test_an_engine_starts_warm_with_the_chunks_of_a_prompt_alone",
+    ),
+)
