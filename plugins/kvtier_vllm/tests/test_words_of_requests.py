@@ -45,7 +45,6 @@ from kvtier_vllm.requests.words import WORDS, Words
         (None, Words()),
         (["kvtier.store"], Words()),
     ],
-    ids=repr,
 )
 def test_words_are_limits(said, words):
     assert Words.of(said, RequestsConfig()) == words
