@@ -10,8 +10,9 @@ from kvtier_core.engine.messages import ChunkPages
 from kvtier_core.engine.worker.self_test import LayerCaches, pages_of
 
 #: A layer may differ by this many times the precision of its numbers, relative to its norm, and by this share at most.
-#: Batches of other shapes sum in another order: what that changes grows with the depth of a model.
-_STEPS, _MOST = 16, 0.25
+#: Other kernels, batches and numbers of ranks sum in another order: that changed the deepest of 30 layers by twice the
+#: precision of bfloat16, and grows with the square root of their number.
+_STEPS, _MOST = 8, 0.25
 #: Matrix products may be computed in a type of this precision although the numbers have a better one.
 _PRECISION = 2.0**-10
 
