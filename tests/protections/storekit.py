@@ -326,6 +326,13 @@ MUTANTS = (
         SHARED_SPACE_TESTS + "test_space_of_writes_under_way_is_not_reclaimed",
     ),
     Mutant(
+        "a-part-of-a-store-is-all-of-it",
+        SHARED_SPACE,
+        "            elif self._lost:",
+        "            elif False:",
+        SHARED_SPACE_TESTS + "test_an_account_that_is_removed_while_the_store_is_listed_removes_no_frame",
+    ),
+    Mutant(
         "what-a-killed-user-took-is-lost-for-ever",
         SHARED_SPACE,
         "return taken if self._clock() - seen >= _SETTLED else 0",

@@ -357,6 +357,24 @@ def test_an_account_that_is_removed_begins_with_the_frames_that_are_there(full, 
     assert full.most <= CAPACITY and drift(full) == 0
 
 
+def test_an_account_that_is_removed_while_the_store_is_listed_removes_no_frame(full, user, monkeypatch):
+    """The listing was a part of it, and says nothing of the rest."""
+
+    def oldest():
+        full.taken = full.freed = 0
+        return listed()
+
+    space, before, listed = user(most_listed=8), dict(full.frames), full.oldest
+    space.take(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(full, "oldest", oldest)
+        with pytest.raises(StoreFull, match="the count of the store's bytes was removed"):
+            space.take(FRAME)
+    assert full.frames == before
+    write(space, full, "new")
+    assert full.most <= CAPACITY and drift(full) == 0
+
+
 def test_recount_makes_the_account_match_the_frames(full, user):
     user().take(0)
     for place in range(30):
