@@ -26,7 +26,7 @@ from kvtier_core.interfaces import Stored
 from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.stack.store_tier.request_log import keys_beside
 from kvtier_core.types import KEY_NBYTES, ChunkKey, EnvSecret, Namespace, size
-from kvtier_doctor.explain import tokens_of
+from kvtier_doctor.explain import PROMPT, tokens_of
 from kvtier_doctor.stores import store_tier, walk
 
 #: If the file does not set ``chunk_tokens``, lengths of chunks up to this are tried.
@@ -52,8 +52,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         action="append",
         type=Path,
         metavar="FILE",
-        help="only the chunks of this prompt, without adapter and images: a list of token ids in JSON, or what vLLM's "
-        "/tokenize answers; may be repeated",
+        help=f"only the chunks of {PROMPT}; it has no adapter and no images; may be repeated",
     )
     parser.add_argument(
         "--cache-salt",
@@ -95,10 +94,11 @@ def _chosen(tier: StoreTierConfig, digits: str) -> Namespace:
     ]
     if len(named) == 1:
         return named[0]
+    if not there:
+        raise BackendError(f"{tier.name} has no frames that an engine could use")
     listed = "; ".join(_described(each, named or there) for each in named or there)
-    if named:
-        raise BackendError(f"{tier.name} has several namespaces; choose one with --namespace: {listed}")
-    raise BackendError(f"{tier.name} has no such namespace; it has: {listed or 'none'}")
+    why = f"has several namespaces{' with these digits' if digits else ''}" if named else "has no such namespace"
+    raise BackendError(f"{tier.name} {why}; choose one with --namespace: {listed}")
 
 
 def _described(namespace: Namespace, there: Sequence[Namespace]) -> str:
@@ -195,6 +195,8 @@ def _stream(form: Form) -> Iterator[Writer]:
 @contextlib.contextmanager
 def _file(path: Path, form: Form) -> Iterator[Writer]:
     """A bundle in a file, which has another name until it is complete. Raises BackendError."""
+    if path.is_dir():
+        raise BackendError(f"{path}: a folder; name a file")
     part = path.with_name(f"{path.name}.part")
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.ExitStack() as closing:

@@ -331,6 +331,28 @@ def test_a_pipe_in_place_of_a_bundle_is_no_file(folder, capsys):
     assert "not a file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["somewhere"], "somewhere: a folder; name a file"),
+        (["missing/prompts.kvbundle"], "missing/prompts.kvbundle.part: No such file or directory"),
+        (["prompts.kvbundle", "--namespace", "ff00"], "disk has no such namespace; choose one with --namespace: "),
+    ],
+)
+def test_an_export_that_cannot_be_made_leaves_nothing(options, told, folder, capsys):
+    (folder / "somewhere").mkdir()
+    fill(source := write_file("source.yaml", DISK.format("one")), context(), KEYS)
+    before = {*folder.iterdir()}
+    assert run("export", "disk", *options, "--config", source) == 2
+    assert told in capsys.readouterr().err and {*folder.iterdir()} == before
+
+
+def test_an_empty_tier_has_nothing_to_export(capsys, folder):
+    assert run("export", "disk", "prompts.kvbundle", "--config", write_file("source.yaml", DISK.format("one"))) == 2
+    assert "disk has no frames that an engine could use" in capsys.readouterr().err
+    assert [*folder.iterdir()] == [folder / "source.yaml"]
+
+
 def test_nothing_clears_a_bundle(capsys):
     exported(KEYS)
     assert run("clear", write_file("reader.yaml", BUNDLE), "--yes", "--shared") == 2

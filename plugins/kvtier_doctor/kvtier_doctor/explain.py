@@ -17,6 +17,8 @@ from kvtier_doctor import engines
 
 #: Number of hit lines shown if no request is named.
 _LAST = 10
+#: What the file of an option ``--prompt`` has, for its help.
+PROMPT = "the prompt with these token ids: a list in JSON, or what vLLM's /tokenize answers"
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -30,7 +32,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     asked.add_argument(
         "request", nargs="?", metavar="REQUEST_ID", help="the id of a request, as the client or the log shows it"
     )
-    asked.add_argument("--prompt", type=Path, metavar="FILE", help="the token ids of a prompt, a list in JSON")
+    asked.add_argument("--prompt", type=Path, metavar="FILE", help=PROMPT)
     engines.add_to(parser)
     parser.set_defaults(run=run)
 

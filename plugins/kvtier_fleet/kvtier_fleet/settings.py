@@ -55,7 +55,7 @@ class PinnedPrompt:
     """A prompt that servers keep in memory."""
 
     name: str
-    prompt: Path  #: its token ids, a list in JSON
+    prompt: Path  #: its token ids, a list in JSON, or what vLLM's ``/tokenize`` answers
     cache_salt: EnvSecret | None = None
     namespace: str = ""  #: the first digits of the one that it is for; needed on servers with several
 

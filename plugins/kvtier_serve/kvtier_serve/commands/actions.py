@@ -72,8 +72,7 @@ def add_salt_to(parser: Any) -> Any:
 
 def add_prompt_to(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add the options of `prompt_of`."""
-    what = "the token ids of a prompt, a list in JSON"
-    parser.add_argument("--prompt", type=Path, metavar="FILE", required=required, help=what)
+    parser.add_argument("--prompt", type=Path, metavar="FILE", required=required, help=explain.PROMPT)
     _add_whose_to(parser)
 
 
