@@ -23,13 +23,11 @@ KEYS = make_keys(6)
 SECRET = "0f8a6c5be97d2413a0c4e1d8f27b95634e"
 DISK = "type: disk, capacity: 64MiB, path: {}"
 BUNDLE = "type: bundle, path: prompts.kvbundle"
-HYBRID = ChunkLayout(
-    [make_group((4608, 1536)), make_group((2048,), name="group 1", kind=KVKind.SLIDING_WINDOW, reach=32)], TOKENS
-)
+WINDOW = make_group((2048,), name="group 1", kind=KVKind.SLIDING_WINDOW, reach=32)
 LAYOUTS = {
     "plain": make_layout(),
     "ranks": make_layout(ranks=2, page_nbytes=(4608, 1536)),
-    "hybrid": HYBRID,
+    "hybrid": ChunkLayout([make_group((4608, 1536)), WINDOW], TOKENS),
     "packed": attrs.evolve(make_layout(), packed=True),
 }
 
@@ -45,10 +43,10 @@ def folder(tmp_path, monkeypatch):
 SERIALIZERS = ["", "serializer: zstd", "serializer: packed"]
 SEALS = ["", "seal_key: env:KVTIER_SEAL", "seal_key: env:KVTIER_SEAL, encrypt: true"]
 FORMS = [
-    (form, shared)
+    (form, is_shared)
     for form in [", ".join(filter(None, (one, other))) for one in SERIALIZERS for other in SEALS]
-    for shared in (False, True)
-    if shared or not ("serializer" in form and "seal_key" in form)
+    for is_shared in (False, True)
+    if is_shared or not ("serializer" in form and "seal_key" in form)
 ]
 
 

@@ -122,5 +122,6 @@ def test_the_index_of_another_bundle_is_not_taken(tmp_path):
     other = bundle(make_namespace("other"))
     mixed = other[:4096] + WHOLE[4096:]
     (tmp_path / "b").write_bytes(mixed)
+    os.chmod(tmp_path / "b", 0o600)
     with pytest.raises(BackendError, match="damaged: its index"):
         BundleBackend(tmp_path / "b", NAMESPACE)
