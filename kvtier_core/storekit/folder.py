@@ -43,7 +43,7 @@ _OPTIONS = {
     "smb3": "uid={user},dir_mode=0700,file_mode=0600",
     "fuse.gcsfuse": "uid={user},dir-mode=700,file-mode=600",
 }
-#: What is not a file, in words; anything else is a device.
+#: Words for what is not a regular file; anything that is not listed is a device.
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 #: Links on the way to a folder, as many as Linux follows.
 _MAX_LINKS = 40

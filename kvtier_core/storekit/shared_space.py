@@ -228,7 +228,7 @@ class SharedSpace(ProcessBound):
                 most = listed + max(count.taken - settled, taken)
                 count = _correct(self._store, count, listed + taken - gone, most)
                 self._lost = False
-            elif self._lost:  # since the listing: only a whole one says what is there
+            elif self._lost:  # after a listing of only a part of the store
                 raise StoreFull("the count of the store's bytes was removed", missing=taken)
             if not self._fits(count):
                 removable = [(place, nbytes) for place, nbytes in frames if place is not None]
