@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "others-write-what-a-bundle-says",
         "plugins/kvtier_bundle/kvtier_bundle/backend.py",
-        "            must_be_trusted(self._bundle.file)\n",
+        "            self._extents.clear()\n",
         "            pass\n",
         TESTS + "test_what_others_can_write_is_not_read",
     ),
@@ -41,10 +41,31 @@ MUTANTS = (
     ),
     Mutant(
         "damaged-frames-are-exported",
-        EXPORTING,
-        "form.fault(frame, stored.key, form.namespace) or inspect_frame(frame)",
-        "form.fault(frame, stored.key, form.namespace) or header_of(memoryview(frame))",
+        FORMAT,
+        "return inspect(len(frame), lambda at, nbytes: frame[at : at + nbytes])",
+        "return read_header(memoryview(frame))",
         TESTS + "test_damaged_frames_do_not_leave_and_are_told",
+    ),
+    Mutant(
+        "an-interrupted-export-leaves-with-the-next",
+        EXPORTING,
+        "            if header.key not in chosen:\n",
+        "            if False:\n",
+        TESTS + "test_an_interrupted_export_leaves_nothing_that_is_not_asked_for_now",
+    ),
+    Mutant(
+        "bundles-of-any-form-are-imported",
+        "plugins/kvtier_bundle/kvtier_bundle/forms.py",
+        'if ours != (theirs := facts.get(name, "")):',
+        'if False and (theirs := facts.get(name, "")):',
+        TESTS + "test_a_tier_of_another_form_refuses_a_bundle_before_anything_is_made",
+    ),
+    Mutant(
+        "a-bundle-is-trusted-as-it-was-opened",
+        "plugins/kvtier_bundle/kvtier_bundle/backend.py",
+        "        self._must_be_trusted()  # before any of them counts\n",
+        "",
+        TESTS + "test_what_others_can_write_is_not_read",
     ),
     Mutant(
         "other-weights-are-imported",

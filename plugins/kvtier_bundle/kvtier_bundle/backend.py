@@ -19,7 +19,8 @@ from kvtier_core.types import ChunkKey, Namespace
 class BundleBackend(Backend, SupportsNamespaces):
     """The frames of one bundle, or none if it is of another namespace.
 
-    The file is checked with each read: what others can write to is not read any more.
+    If others can write to the file, none of its frames is served any more: they may keep it open after it is closed to
+    them again.
     """
 
     shared = True
@@ -36,8 +37,6 @@ class BundleBackend(Backend, SupportsNamespaces):
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         if self._bundle.file.closed:
             raise BackendError(f"{self._path}: the tier is closed")
-        with naming(self._path):
-            must_be_trusted(self._bundle.file)
         outcomes: list[int | BackendError] = [0] * len(keys)
         fitting = {
             number: extent
@@ -46,7 +45,9 @@ class BundleBackend(Backend, SupportsNamespaces):
         }
         views = [into[number][: extent.nbytes] for number, extent in fitting.items()]
         fds, at = [self._bundle.file.fileno()] * len(views), [extent.at for extent in fitting.values()]
-        for (number, extent), found in zip(fitting.items(), read_files(fds, views, ring=False, at=at), strict=True):
+        reads = read_files(fds, views, ring=False, at=at)
+        self._must_be_trusted()  # before any of them counts
+        for (number, extent), found in zip(fitting.items(), reads, strict=True):
             if isinstance(found, OSError):
                 outcomes[number] = BackendError(f"{self._path}: at {extent.at}: {found.strerror}")
             elif found == extent.nbytes:
@@ -75,6 +76,14 @@ class BundleBackend(Backend, SupportsNamespaces):
 
     def close(self) -> None:
         self._bundle.file.close()
+
+    def _must_be_trusted(self) -> None:
+        try:
+            with naming(self._path):
+                must_be_trusted(self._bundle.file)
+        except BackendError:
+            self._extents.clear()
+            raise
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -71,11 +71,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
     streams = options.bundle == "-"
     say = output.warn if streams else output.say
     with walk(tier) as found:
-        chosen: Iterable[Stored] = _frames_of(form, found)
+        chosen = _frames_of(form, found)
         if options.prompt:
             salt = options.cache_salt.value.encode() if options.cache_salt else b""
-            chosen = _Prompts(config, form, list(chosen), salt).frames(options.prompt, say)
-        with _stream(form) if streams else _file(Path(options.bundle), form) as writer:
+            chosen = _Prompts(config, form, chosen, salt).frames(options.prompt, say)
+        with _stream(form) if streams else _file(Path(options.bundle), form, chosen) as writer:
             left_out = _copy(chosen, form, writer, output)
     nbytes = sum(extent.nbytes for extent in writer.extents.values())
     say(f"{options.bundle}: {len(writer.extents)} frames, {size(nbytes)}")
@@ -108,39 +108,44 @@ def _described(namespace: Namespace, there: Sequence[Namespace]) -> str:
     return printable(" ".join([namespace.digest.hex()[:16], *facts]), LONGEST_PATH)
 
 
-def _frames_of(form: Form, found: Iterable[Stored]) -> Iterator[Stored]:
-    """The frames of chunks among these that have this form, by their names."""
+def _frames_of(form: Form, found: Iterable[Stored]) -> dict[ChunkKey, Stored]:
+    """The frames of chunks among these that have this form, by their names.
+
+    A store lists the damaged frames that it keeps after the others: they may have been written again.
+    """
     keys = keys_beside(form.namespace.digest)
     beside = {*(form.keyed_seal.names(keys) if form.keyed_seal else keys)}
+    frames: dict[ChunkKey, Stored] = {}
     for stored in found:
         if stored.key and stored.home and stored.key not in beside and form.namespace.digest.startswith(stored.home):
-            yield stored
+            frames.setdefault(stored.key, stored)
+    return frames
 
 
 class _Prompts:
     """Finds the frames of prompts."""
 
-    def __init__(self, config: StackConfig, form: Form, frames: Sequence[Stored], salt: bytes):
+    def __init__(self, config: StackConfig, form: Form, frames: Mapping[ChunkKey, Stored], salt: bytes):
         self._config = config
         self._namespace = engines_namespace(form.namespace)
         self._salt = salt
-        self._frames: dict[bytes, list[Stored]] = {}  # the parts of each chunk
-        names = [stored.key for stored in frames if stored.key]
-        keys = form.keyed_seal.keys(names) if form.keyed_seal else names
-        for key, stored in zip(keys, frames, strict=True):
-            self._frames.setdefault(_chunk(key), []).append(stored)
+        self._frames = frames
+        self._parts: dict[bytes, list[ChunkKey]] = {}  # the names of each chunk's frames
+        keys = form.keyed_seal.keys(list(frames)) if form.keyed_seal else list(frames)
+        for key, name in zip(keys, frames, strict=True):
+            self._parts.setdefault(_chunk(key), []).append(name)
 
-    def frames(self, files: Sequence[Path], say: Callable[[str], object]) -> list[Stored]:
+    def frames(self, files: Sequence[Path], say: Callable[[str], object]) -> dict[ChunkKey, Stored]:
         """The frames of the prompts in these files, each chunk before the next. Raises BackendError."""
-        frames = []
+        names: list[ChunkKey] = []
         for file in files:
             keys = self._keys(tokens_of(file))
-            there = next((number for number, key in enumerate(keys) if _chunk(key) not in self._frames), len(keys))
+            there = next((number for number, key in enumerate(keys) if _chunk(key) not in self._parts), len(keys))
             if not there:
                 raise BackendError(f"{file}: the tier has no chunk of this prompt")
             say(f"{file}: {there} of {len(keys)} chunks")
-            frames += [stored for key in keys[:there] for stored in self._frames[_chunk(key)]]
-        return frames
+            names += [name for key in keys[:there] for name in self._parts[_chunk(key)]]
+        return {name: self._frames[name] for name in names}
 
     def _keys(self, tokens: list[int]) -> list[ChunkKey]:
         """The keys of the prompt's chunks; empty if none of them is there."""
@@ -150,7 +155,7 @@ class _Prompts:
         for chunk_tokens in sizes:
             database = open_token_database(attrs.evolve(self._config, chunk_tokens=chunk_tokens), self._namespace)
             first = database.keys(tokens[:chunk_tokens], salt=self._salt)
-            if first and _chunk(first[0]) in self._frames:
+            if first and _chunk(first[0]) in self._parts:
                 return list(database.keys(tokens, salt=self._salt))
         return []
 
@@ -160,26 +165,25 @@ def _chunk(key: ChunkKey) -> bytes:
     return key[: KEY_NBYTES - 1]
 
 
-def _copy(chosen: Iterable[Stored], form: Form, writer: Writer, output: Output) -> int:
+def _copy(chosen: Mapping[ChunkKey, Stored], form: Form, writer: Writer, output: Output) -> int:
     """Write the frames that the bundle does not have yet.
 
     Returns the number of those that are left out: damaged ones, and ones of another codec or seal key.
     """
     left_out = 0
-    for stored in chosen:
-        assert stored.key is not None, "not a frame"
-        if stored.key in writer.extents:
+    for key, stored in chosen.items():
+        if key in writer.extents:
             continue
         try:
             frame = stored.read(0, stored.nbytes)
         except Gone:
             continue
-        found = form.fault(frame, stored.key, form.namespace) or inspect_frame(frame)
+        found = form.fault(frame, key, form.namespace) or inspect_frame(frame)
         if isinstance(found, FrameError):
             left_out += 1
             output.warn(f"left out: {printable(stored.where, LONGEST_PATH)}: {found.value}")
         else:
-            writer.add(stored.key, moved(frame, found, form.in_bundle))
+            writer.add(key, moved(frame, found, form.in_bundle))
     return left_out
 
 
@@ -193,7 +197,7 @@ def _stream(form: Form) -> Iterator[Writer]:
 
 
 @contextlib.contextmanager
-def _file(path: Path, form: Form) -> Iterator[Writer]:
+def _file(path: Path, form: Form, chosen: Container[ChunkKey]) -> Iterator[Writer]:
     """A bundle in a file, which has another name until it is complete. Raises BackendError."""
     if path.is_dir():
         raise BackendError(f"{path}: a folder; name a file")
@@ -203,7 +207,7 @@ def _file(path: Path, form: Form) -> Iterator[Writer]:
         with naming(part):
             file = closing.enter_context(open(os.open(part, flags, 0o600), "r+b"))
             must_be_trusted(file)
-            writer = _continued(file, form)
+            writer = _continued(file, form, chosen)
         yield writer
         with naming(part):
             writer.finish()
@@ -211,8 +215,11 @@ def _file(path: Path, form: Form) -> Iterator[Writer]:
             os.replace(part, path)
 
 
-def _continued(file: BinaryIO, form: Form) -> Writer:
-    """Continue an interrupted export, if this is one. Raises BackendError and OSError."""
+def _continued(file: BinaryIO, form: Form, chosen: Container[ChunkKey]) -> Writer:
+    """Continue an interrupted export, if this is one, up to the first frame that this one did not choose.
+
+    It may have been of other prompts, and frames may have been erased since. Raises BackendError and OSError.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -225,6 +232,8 @@ def _continued(file: BinaryIO, form: Form) -> Writer:
         raise BackendError("an interrupted export of another namespace; remove it")
     with contextlib.suppress(BackendError):  # where it was interrupted
         for header, frame in frames_of(file):
+            if header.key not in chosen:
+                break
             writer.skip(ChunkKey(header.key), len(frame))
     file.seek(writer.end)
     file.truncate()

@@ -67,7 +67,7 @@ class Form:
         return form
 
     def fault(self, frame: bytes, key: ChunkKey, namespace: Namespace) -> FrameError | None:
-        """Why this is no frame of this key, namespace and form. The payload is not verified."""
+        """The first mismatch of a frame with this key, this namespace and this form. The payload is not verified."""
         keyed = self.keyed_seal.identity if self.keyed_seal else UNKEYED
         found = expected_header(memoryview(frame), namespace.digest, key, codec=self.codec, keyed=keyed)
         return found if isinstance(found, FrameError) else None

@@ -246,6 +246,21 @@ def test_damaged_frames_do_not_leave_and_are_told(capsys, folder):
     assert f"{KEYS[2].hex()}.kv: the checksum does not match" in told.err and "5 frames" in told.out
 
 
+def test_a_frame_that_was_written_again_leaves_whole(folder):
+    """The damaged one is kept in quarantine, under the same name."""
+    ctx, source = context(), write_file("source.yaml", DISK.format("one"))
+    fill(source, ctx, KEYS)
+    with opened(source, ctx) as tier:
+        (file,) = folder.rglob(f"{KEYS[2].hex()}.kv")
+        damage(file, 5000)
+        tier.store.quarantine(KEYS[2:3])
+    fill(source, ctx, KEYS[2:3])
+    assert len([*folder.rglob(f"*{KEYS[2].hex()}*")]) == 2
+    assert run("export", "disk", "prompts.kvbundle", "--config", source) == 0
+    with opened(write_file("reader.yaml", BUNDLE), ctx) as tier:
+        assert found(tier, ctx, KEYS) == KEYS
+
+
 def test_an_interrupted_export_continues_where_it_was(folder):
     ctx = exported(KEYS)
     whole = (folder / "prompts.kvbundle").read_bytes()
@@ -258,6 +273,27 @@ def test_an_interrupted_export_continues_where_it_was(folder):
         with opened(write_file("reader.yaml", BUNDLE.replace("prompts", "again")), ctx) as tier:
             assert found(tier, ctx, KEYS) == KEYS
         assert not (folder / "again.kvbundle.part").exists()
+
+
+@pytest.mark.parametrize("erased", [True, False])
+def test_an_interrupted_export_leaves_nothing_that_is_not_asked_for_now(folder, capsys, erased):
+    ctx = context()
+    source = write_file("source.yaml", DISK.format("one"))
+    path = keys_of(source, [*range(4 * TOKENS)], ctx)
+    fill(source, ctx, [*KEYS, *path])
+    assert run("export", "disk", "all.kvbundle", "--config", source) == 0
+    (folder / "all.kvbundle").rename(folder / "some.kvbundle.part")
+    options = []
+    if erased:
+        with opened(source, ctx) as tier:
+            tier.store.erase(KEYS)
+    else:
+        (folder / "prompt.json").write_text(json.dumps([*range(4 * TOKENS)]))
+        options = ["--prompt", "prompt.json"]
+    assert run("export", "disk", "some.kvbundle", "--config", source, *options) == 0
+    with opened(write_file("reader.yaml", BUNDLE.replace("prompts", "some")), ctx) as tier:
+        assert found(tier, ctx, [*KEYS, *path]) == path
+        assert (folder / "some.kvbundle").stat().st_size < 4096 + 5 * ctx.layout.frame_nbytes
 
 
 @pytest.mark.parametrize("content", [b"something else", b"kvbundle"])
@@ -315,7 +351,7 @@ def test_what_others_can_write_is_not_read(mode, folder, capsys):
         os.chmod("prompts.kvbundle", mode)
         assert found(tier, ctx, KEYS) == [], "it was opened before"
         os.chmod("prompts.kvbundle", 0o644)
-        assert found(tier, ctx, KEYS) == KEYS
+        assert found(tier, ctx, KEYS) == [], "others may still have it open"
     os.chmod("prompts.kvbundle", mode)
     assert run("check", reader, "--open") == 1
     assert "others can write to it; run chmod go-w" in capsys.readouterr().err
