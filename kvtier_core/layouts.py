@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -14,6 +15,8 @@ from kvtier_core.errors import ContractError
 from kvtier_core.packed_form import packed_nbytes
 from kvtier_core.types import FRAME_ALIGNMENT, FRAME_HEADER_NBYTES, KEY_NBYTES, ChunkKey
 
+#: The bytes of a key that are the mark of its tenant, if it has one. The others alone are unique.
+_TENANT = slice(KEY_NBYTES - 9, KEY_NBYTES - 1)
 #: More ranks than any engine has.
 MOST_RANKS = 1 << 14
 
@@ -330,6 +333,11 @@ class ChunkLayout:
             return len(keys) * self.payload_nbytes
         return sum(self.part_of(key).payload_nbytes for key in keys)
 
+    def keys(self, digests: Iterable[ChunkKey], tenant: bytes) -> list[ChunkKey]:
+        """The keys of a tenant's chunks to which a token database gave these ``digests``; see `marked`."""
+        keys = marked(digests, tenant)
+        return list(map(chunk_key, keys)) if len(self.parts) > 1 else keys
+
     @cached_property
     def payload_nbytes(self) -> int:
         """Bytes of the longest payload."""
@@ -339,6 +347,22 @@ class ChunkLayout:
     def frame_nbytes(self) -> int:
         """Bytes of the longest frame, and of a slot, which holds any of them."""
         return max(part.frame_nbytes for part in self.parts)
+
+
+def tenant_mark(cache_salt: str) -> bytes:
+    """What the keys of a tenant have in common, by which its frames are found in any store; empty without a salt."""
+    salt, nbytes = cache_salt.encode("utf-8", "surrogatepass"), _TENANT.stop - _TENANT.start
+    return hashlib.blake2b(salt, digest_size=nbytes, person=b"kvtier-tenant").digest() if salt else b""
+
+
+def marked(digests: Iterable[ChunkKey], mark: bytes) -> list[ChunkKey]:
+    """The digests with this mark in place of 8 of their 32 bytes; as they are if it is empty."""
+    return [ChunkKey(each[: _TENANT.start] + mark + each[_TENANT.stop :]) if mark else each for each in digests]
+
+
+def is_marked(key: ChunkKey, mark: bytes) -> bool:
+    """Does the key have this mark?"""
+    return key[_TENANT] == mark
 
 
 def part_key(chunk: ChunkKey, number: int) -> ChunkKey:

@@ -39,7 +39,7 @@ BUDGETS = {
     "kvtier_bundle": 880,
     "kvtier_cpu": 660,
     "kvtier_disk": 1470,
-    "kvtier_doctor": 2105,
+    "kvtier_doctor": 2140,
     "kvtier_fleet": 830,
     "kvtier_gds": 1400,
     "kvtier_hosts": 1330,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from typing import Self
 
 import attrs
 
 from kvtier_core.interfaces import Medium
-from kvtier_core.outside import Printable
+from kvtier_core.layouts import tenant_mark
+from kvtier_core.outside import Printable, stand_in
 
 ANY_MEDIUM = frozenset(Medium)
 
@@ -36,6 +38,14 @@ class KVIdentity:
 
     salt: bytes = b""  #: separates all of the request's chunks from those with another salt
     items: tuple[PromptItem, ...] = ()
+    tenant: bytes = b""  #: the mark of its keys, see `layouts.tenant_mark`
+
+    @classmethod
+    def of(cls, cache_salt: str, adapter: str = "") -> Self:
+        """The identity of a request with this ``cache_salt`` and this digest of an adapter; empty: without any."""
+        facts = {"cache_salt": stand_in(cache_salt)} if cache_salt else {}
+        facts |= {"adapter": adapter} if adapter else {}
+        return cls(json.dumps(facts).encode() if facts else b"", tenant=tenant_mark(cache_salt))
 
     def extra(self, chunk_tokens: int) -> Mapping[int, bytes]:
         """For each chunk that contains a part of an item: the items and their places. Keys are chunk numbers."""

@@ -122,7 +122,6 @@ class StorageManager(Stack):
             arena.index.request(path, now, hints)
         for tier in self.tiers:
             tier.request(leading_run(path, tier.holds) if memory_only else path, now, hints)
-        self._note(path, salt)
         if not memory_only:
             self._write_through.offer_again(path, salt)
 
@@ -132,7 +131,6 @@ class StorageManager(Stack):
 
     def prefetch(self, path: Sequence[ChunkKey], terms: Terms = ANY) -> None:
         self._layout.check_path(path)
-        self._note(path, terms.salt)
         self._search.prefetch(path, terms)
 
     def still_pending(self, holder: str) -> bool:
@@ -460,10 +458,6 @@ class StorageManager(Stack):
         self._levels.sort(key=lambda level: order(level.name))
         self.tiers[:] = [level for level in self._levels if isinstance(level, StoreTier)]
         self.shared = [tier.name for tier in self.tiers if tier.backend.shared]
-
-    def _note(self, path: Sequence[ChunkKey], salt: bytes) -> None:
-        for tier in self.tiers if salt else ():
-            tier.index.note(dict.fromkeys(path, salt))
 
     def _promoted(self, tier: StoreTier, keys: Sequence[ChunkKey], salts: Mapping[ChunkKey, bytes]) -> None:
         """Chunks were promoted from a tier: pin them for waiting holders and write them to the tiers in between."""

@@ -417,8 +417,8 @@ MUTANTS = (
     Mutant(
         "the-draft-kv-of-another-token",
         "kvtier_core/engine/scheduler/requests.py",
-        "if after:",
-        "if False:",
+        "if after else key",
+        "if False else key",
         "tests/engine/test_lookahead.py::test_a_chunk_is_found_where_the_tokens_after_it_are_equal_too",
     ),
     Mutant(

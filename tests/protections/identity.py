@@ -170,8 +170,8 @@ MUTANTS = (
     Mutant(
         "no-salt-in-the-keys",
         REQUESTS,
-        'ingredients["cache_salt"] = stand_in(request.cache_salt)',
-        "pass",
+        'KVIdentity.of(request.cache_salt or "", content)',
+        'KVIdentity.of("", content)',
         REQUEST_TESTS + "test_a_salt_separates_everything",
     ),
     Mutant(

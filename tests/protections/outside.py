@@ -44,9 +44,9 @@ MUTANTS = (
     ),
     Mutant(
         "salts-are-kept-whole",
-        IDENTITY,
-        "stand_in(request.cache_salt)",
-        "request.cache_salt",
+        "kvtier_core/engine/request_view.py",
+        "stand_in(cache_salt)",
+        "cache_salt",
         SALTS,
     ),
     Mutant(
@@ -87,8 +87,8 @@ MUTANTS = (
     Mutant(
         "operators-make-other-salts",
         f"{SERVE}/operators/console.py",
-        '"cache_salt": stand_in(cache_salt)',
-        '"cache_salt": cache_salt',
+        "tenants.name(KVIdentity.of(cache_salt).salt)",
+        "tenants.name(json.dumps({'cache_salt': cache_salt}).encode())",
         OPERATORS + "test_a_long_salt_is_the_one_that_engines_make",
     ),
     Mutant(

@@ -24,6 +24,8 @@ LENT_ARENA = "plugins/kvtier_serve/kvtier_serve/lent_arena.py"
 TENANTS = "plugins/kvtier_serve/kvtier_serve/tenants.py"
 ERASING_TESTS = "plugins/kvtier_serve/tests/test_erasing.py::"
 
+TENANT_TESTS = "plugins/kvtier_vllm/tests/test_tenants_in_stores.py::"
+
 MUTANTS = (
     Mutant(
         "a-client-forgets-what-stays-in-memory",
@@ -403,9 +405,30 @@ MUTANTS = (
     Mutant(
         "all-tenants-are-erased",
         "plugins/kvtier_serve/kvtier_serve/operators/console.py",
-        "arena.of_tenant_among(some, tenant)",
-        "arena.of_tenant_among(some, None)",
+        "if not mark or is_marked(key, mark)",
+        "if True",
         "plugins/kvtier_serve/tests/test_tenants.py::test_a_tenant_is_erased_from_memory_and_disk_and_others_stay",
+    ),
+    Mutant(
+        "keys-do-not-say-whose-they-are",
+        "kvtier_core/engine/scheduler/requests.py",
+        "range(known, chunks)), identity.tenant)",
+        'range(known, chunks)), b"")',
+        TENANT_TESTS + "test_a_tenant_is_removed_alone_and_its_receipt_can_be_checked[plain]",
+    ),
+    Mutant(
+        "names-are-taken-for-keys",
+        "plugins/kvtier_doctor/kvtier_doctor/stores.py",
+        "(seal.keys(keys) if seal else keys)",
+        "keys",
+        TENANT_TESTS + "test_a_tenant_is_removed_alone_and_its_receipt_can_be_checked[sealed]",
+    ),
+    Mutant(
+        "a-tenant-is-its-adapters",
+        "kvtier_core/engine/request_view.py",
+        "tenant=tenant_mark(cache_salt)",
+        "tenant=tenant_mark(cache_salt + adapter)",
+        "tests/engine/test_salts.py::test_all_frames_of_a_tenant_have_its_mark_whatever_their_adapter",
     ),
     Mutant(
         "erased-slots-are-free-as-they-are",

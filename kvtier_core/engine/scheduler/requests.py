@@ -18,7 +18,7 @@ from kvtier_core.engine.scheduler.prefill_speed import Computed, pairs
 from kvtier_core.engine.scheduler.provenance import Ahead, Trust
 from kvtier_core.engine.step import ScheduledRequest
 from kvtier_core.interfaces import TokenDatabase
-from kvtier_core.layouts import ChunkLayout, chunk_key
+from kvtier_core.layouts import ChunkLayout
 from kvtier_core.outside import Printable, printable
 from kvtier_core.stack.interface import Lookups
 from kvtier_core.stack.outcomes import Declined, Lookup, Missing, TooSmall
@@ -169,7 +169,7 @@ class Requests:
         self._database = database
         self.chunk_tokens = layout.tokens  #: tokens of a chunk
         self._lookahead = lookahead
-        self._parted = len(layout.parts) > 1
+        self._layout = layout
         self._leaves_one = not (layout.keeps_every_token or lookahead)
         self._clock = clock
         self._states: dict[str, RequestState] = {}
@@ -247,8 +247,8 @@ class Requests:
             state.keys = self._database.keys(
                 state.view.token_ids[: chunks * self.chunk_tokens], known=state.keys, salt=identity.salt, extra=extra
             )
-            ahead = self.ahead(state)
-            state.path += [self._in_stack(state, chunk, ahead) for chunk in range(known, chunks)]
+            digest = functools.partial(self._digest, state, ahead=self.ahead(state))
+            state.path += self._layout.keys(map(digest, range(known, chunks)), identity.tenant)
         return state.path[:chunks]
 
     def ahead(self, state: RequestState) -> Ahead:
@@ -266,13 +266,11 @@ class Requests:
 
         return ahead
 
-    def _in_stack(self, state: RequestState, chunk: int, ahead: Ahead) -> ChunkKey:
-        """The key of a chunk as the stack knows it."""
+    def _digest(self, state: RequestState, chunk: int, ahead: Ahead) -> ChunkKey:
+        """The digest of a chunk, and of what follows it as far as its KV depends on that."""
         key, after = state.keys[chunk], ahead((chunk + 1) * self.chunk_tokens)
         assert after is not None, "it has no key"
-        if after:
-            key = ChunkKey(hashlib.blake2b(key + after, digest_size=KEY_NBYTES, person=_AHEAD).digest())
-        return chunk_key(key) if self._parted else key
+        return ChunkKey(hashlib.blake2b(key + after, digest_size=KEY_NBYTES, person=_AHEAD).digest()) if after else key
 
     def reset(self, database: TokenDatabase, bypass: Bypass) -> None:
         """Name chunks by another token database from now on, and bypass every request that is under way."""

@@ -29,7 +29,6 @@ class CacheIndex:
     def __init__(self, policy: EvictionPolicy, store_after: int = 1, budget: WriteBudget | None = None):
         """A chunk is admitted once ``store_after`` requests have named it, if ``budget`` allows."""
         self.resident = PrefixTree()  #: the keys with their sizes, places and parents; changed by `admit` and `remove`
-        self.salts: dict[ChunkKey, bytes] = {}  #: of the resident chunks whose requests are known to have one
         self.policy = policy
         self._spares = policy if isinstance(policy, SupportsSparing) else None
         self.budget = budget  #: of the tier's writes; None: no limit
@@ -48,10 +47,6 @@ class CacheIndex:
             self._frequency.note(path)
         self.resident.adopt(path)
         self.policy.request(path, now, hints)
-
-    def note(self, salts: Mapping[ChunkKey, bytes]) -> None:
-        """Requests with these salts name chunks: remember those of the resident ones."""
-        self.salts.update((key, salt) for key, salt in salts.items() if key in self.resident)
 
     def chunk_of(self, key: ChunkKey) -> ChunkKey:
         """The key of the chunk to which a part belongs."""
@@ -98,7 +93,6 @@ class CacheIndex:
         places = self.resident.remove(keys)
         for key in keys:
             self.policy.forget(key, evicted=evicted)
-            self.salts.pop(key, None)
         self._unspare()
         return places
 

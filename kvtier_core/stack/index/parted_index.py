@@ -71,8 +71,6 @@ class PartedIndex(CacheIndex):
             self.policy.forget(chunk, evicted=evicted)
             if chunk in self._others:
                 self._orphaned[chunk] = None
-        for key in keys:
-            self.salts.pop(key, None)
         self._unspare()
         return places
 

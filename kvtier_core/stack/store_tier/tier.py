@@ -313,7 +313,6 @@ class StoreTier:
         room = self._inflight_limit - self._begun_nbytes
         begun = leading([pair for pair in wanted if self.has(pair[0])], room, lambda pair: len(pair[1]))
         self._writes.shed(self._inflight + sum(len(view) for _, view in begun) - self._inflight_limit)
-        self.index.note(salts or {})
         self._reads.begin(begun, self._codec, arrived, salts or {})
         return [key for key, _ in begun]
 

@@ -73,7 +73,6 @@ class Writes:
         """Evict ``victims``, then write ``frames`` of one path, root first, with this codec even in a later epoch."""
         keys = [frame.key for frame in frames]
         self._index.admit(keys, [frame.parent for frame in frames], codec.max_frame_nbytes)
-        self._index.salts.update({frame.key: frame.salt for frame in frames if frame.salt})
         for group in in_groups(frames, lambda frame: len(frame.view)):
             views = sum(len(frame.view) for frame in group)
             waiting = _Group(group, [frame.key for frame in group], views, codec, release)

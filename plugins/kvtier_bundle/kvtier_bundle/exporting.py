@@ -20,9 +20,11 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig, StoreTierConfig
 from kvtier_core.config.open import open_token_database
 from kvtier_core.config.registry import Registry
+from kvtier_core.engine.request_view import KVIdentity
 from kvtier_core.errors import BackendError, Gone
 from kvtier_core.frames.format import FrameError
-from kvtier_core.interfaces import Stored
+from kvtier_core.interfaces import Stored, TokenDatabase
+from kvtier_core.layouts import marked
 from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.stack.store_tier.request_log import keys_beside
 from kvtier_core.types import KEY_NBYTES, ChunkKey, EnvSecret, Namespace, size
@@ -73,8 +75,8 @@ def run(options: argparse.Namespace, output: Output) -> int:
     with walk(tier) as found:
         chosen = _frames_of(form, found)
         if options.prompt:
-            salt = options.cache_salt.value.encode() if options.cache_salt else b""
-            chosen = _Prompts(config, form, chosen, salt).frames(options.prompt, say)
+            identity = KVIdentity.of(options.cache_salt.value if options.cache_salt else "")
+            chosen = _Prompts(config, form, chosen, identity).frames(options.prompt, say)
         with _stream(form) if streams else _file(Path(options.bundle), form, chosen) as writer:
             left_out = _copy(chosen, form, writer, output)
     nbytes = sum(extent.nbytes for extent in writer.extents.values())
@@ -125,10 +127,10 @@ def _frames_of(form: Form, found: Iterable[Stored]) -> dict[ChunkKey, Stored]:
 class _Prompts:
     """Finds the frames of prompts."""
 
-    def __init__(self, config: StackConfig, form: Form, frames: Mapping[ChunkKey, Stored], salt: bytes):
+    def __init__(self, config: StackConfig, form: Form, frames: Mapping[ChunkKey, Stored], identity: KVIdentity):
         self._config = config
         self._namespace = engines_namespace(form.namespace)
-        self._salt = salt
+        self._identity = identity
         self._frames = frames
         self._parts: dict[bytes, list[ChunkKey]] = {}  # the names of each chunk's frames
         keys = form.keyed_seal.keys(list(frames)) if form.keyed_seal else list(frames)
@@ -154,10 +156,13 @@ class _Prompts:
             sizes = [self._config.chunk_tokens]
         for chunk_tokens in sizes:
             database = open_token_database(attrs.evolve(self._config, chunk_tokens=chunk_tokens), self._namespace)
-            first = database.keys(tokens[:chunk_tokens], salt=self._salt)
+            first = self._named(database, tokens[:chunk_tokens])
             if first and _chunk(first[0]) in self._parts:
-                return list(database.keys(tokens, salt=self._salt))
+                return self._named(database, tokens)
         return []
+
+    def _named(self, database: TokenDatabase, tokens: list[int]) -> list[ChunkKey]:
+        return marked(database.keys(tokens, salt=self._identity.salt), self._identity.tenant)
 
 
 def _chunk(key: ChunkKey) -> bytes:

@@ -11,6 +11,7 @@ from kvtier_core.cli import main
 from kvtier_core.config.load import load_config
 from kvtier_core.config.open import OpenedTier, open_tier, open_token_database
 from kvtier_core.config.registry import Registry
+from kvtier_core.engine.request_view import KVIdentity
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.format import seal_part
 from kvtier_core.frames.identity import codec_of_slots, namespace_of_slots
@@ -29,9 +30,11 @@ def write_file(name: str, *tiers: str) -> str:
     return name
 
 
-def keys_of(file: str, tokens: Sequence[int], ctx: OpenContext, salt: bytes = b"") -> list[ChunkKey]:
+def keys_of(file: str, tokens: Sequence[int], ctx: OpenContext, cache_salt: str = "") -> list[ChunkKey]:
     """The keys of a prompt's chunks."""
-    return list(open_token_database(load_config(file, Registry.discover()), ctx.namespace).keys(tokens, salt=salt))
+    database = open_token_database(load_config(file, Registry.discover()), ctx.namespace)
+    identity = KVIdentity.of(cache_salt)
+    return ctx.layout.keys(database.keys(tokens, salt=identity.salt), identity.tenant)
 
 
 def payload_of(key: ChunkKey, nbytes: int) -> bytes:

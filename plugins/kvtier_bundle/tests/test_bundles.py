@@ -197,14 +197,14 @@ def test_a_sealed_bundle_is_of_one_key():
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["chunk_tokens", "auto"])
-@pytest.mark.parametrize("salt", [b"", b"tenant"])
+@pytest.mark.parametrize("salt", ["", "tenant"])
 def test_only_the_chunks_of_named_prompts_leave(sized, salt, capsys, monkeypatch, folder):
     monkeypatch.setenv("TENANT", "tenant")
     ctx = context()
     source = write_file("source.yaml", DISK.format("one"))
     prompts = [[*range(5 * TOKENS + 9)], [*range(3 * TOKENS), *range(100, 100 + 2 * TOKENS)]]
     paths = [keys_of(source, tokens, ctx, salt) for tokens in prompts]
-    fill(source, ctx, [*KEYS, *paths[0][:4], *paths[1]], salt)
+    fill(source, ctx, [*KEYS, *paths[0][:4], *paths[1]])
     (folder / "0.json").write_text(json.dumps(prompts[0]))
     (folder / "1.json").write_text(json.dumps({"count": len(prompts[1]), "tokens": prompts[1]}))  # of /tokenize
     if not sized:

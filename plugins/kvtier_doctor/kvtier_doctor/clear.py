@@ -11,8 +11,9 @@ from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError, Gone, Problem
+from kvtier_core.layouts import tenant_mark
 from kvtier_core.types import size
-from kvtier_doctor.stores import walk
+from kvtier_doctor.stores import add_tenant_to, tenant_frames, walk
 
 _DIGEST = re.compile(r"[0-9a-f]{2,64}")
 
@@ -26,6 +27,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("file")
     parser.add_argument("--tier", help="only this tier, such as disk or disk#2")
     parser.add_argument("--namespace", help="only frames of this identity: its first digits, as an engine logs it")
+    add_tenant_to(parser, "only frames of requests with this cache_salt")
     parser.add_argument("--shared", action="store_true", help="also from stores that other engines may use")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.set_defaults(run=run)
@@ -39,14 +41,16 @@ def run(options: argparse.Namespace, output: Output) -> int:
             [Problem("--namespace", options.namespace, why, "copy an even number of digits from the log")]
         )
     chosen = _chosen(options)
+    tenant = tenant_mark(options.cache_salt.value) if options.cache_salt else b""
     what = f"all frames of identity {options.namespace}…" if options.namespace else "everything"
+    what += f" of the tenant of {options.cache_salt}" if tenant else ""
     names = ", ".join(tier.name for tier in chosen)
     if not options.yes and not agreed(f"Remove {what} from {names}? [y/N] "):
         output.warn("nothing was removed")
         return PROBLEMS
     output.value = {}
     for tier in chosen:
-        removed, errors = _clear(tier, options.namespace)
+        removed, errors = _clear(tier, options.namespace, tenant)
         output.value[tier.name] = {**removed, "failed": errors}
         output.say(f"{tier.name}: {removed['frames']} frames removed, {size(removed['nbytes'])}")
         for error in errors:
@@ -68,12 +72,13 @@ def _chosen(options: argparse.Namespace) -> list[StoreTierConfig]:
     return chosen
 
 
-def _clear(tier: StoreTierConfig, namespace: str | None) -> tuple[Counter[str], list[str]]:
+def _clear(tier: StoreTierConfig, namespace: str | None, tenant: bytes) -> tuple[Counter[str], list[str]]:
     """Remove frames; returns their number and bytes, and the errors of frames that remain."""
     removed, errors = Counter(frames=0, nbytes=0), []
+    is_of_tenant = tenant_frames(tier, tenant)
     with walk(tier) as found:
         for stored in found:
-            if stored.home is None or not _is_of(stored.home, namespace):
+            if stored.home is None or not _is_of(stored.home, namespace) or not is_of_tenant(stored):
                 continue
             try:
                 stored.remove()

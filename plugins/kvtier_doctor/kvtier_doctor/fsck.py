@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -18,10 +18,11 @@ from kvtier_core.errors import BackendError, Gone
 from kvtier_core.frames.format import FrameError, Header, inspect, keyed_fields_of, payload_pieces
 from kvtier_core.frames.identity import PACKED, RAW, CodecIdentity, Protection, identity_of
 from kvtier_core.interfaces import SerializerConfig, Stored
+from kvtier_core.layouts import tenant_mark
 from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.stack.store_tier.request_log import keys_beside
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Nbytes, size
-from kvtier_doctor.stores import store_tier, walk
+from kvtier_doctor.stores import add_tenant_to, store_tier, tenant_frames, walk
 
 if TYPE_CHECKING:
     from kvtier_core.encoding.keyed_seal import KeyedSeal
@@ -34,6 +35,7 @@ class Finding(enum.Enum):
     TORN = "torn"  #: a frame whose bytes are not those that were written
     #: Of another codec, seal key or format version: another engine may be able to read it.
     INCOMPATIBLE = "incompatible"
+    CONDEMNED = "of the tenant"  #: a frame of a tenant that was erased, as ``--cache-salt`` says
     FOREIGN = "foreign"  #: not a frame, where only frames should be
     ORPHANED = "orphaned"  #: a whole frame that no engine looks up: of another key, namespace or epoch
     UNREADABLE = "unreadable"
@@ -52,8 +54,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("tier", help="the name of a tier: its type, or disk#2 for the second of that type")
     parser.add_argument("--config", required=True, help="the configuration file that names the tier")
+    add_tenant_to(parser, "report whole frames of requests with this cache_salt too, as after their erasure")
     parser.add_argument(
-        "--repair", action="store_true", help="remove frames, and parts of them, that no engine can ever use"
+        "--repair", action="store_true", help="remove what no engine can ever use, and frames with this cache_salt"
     )
     parser.add_argument(
         "--remove-incompatible",
@@ -64,12 +67,14 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
-    """A line for everything that cannot be served, then totals. Raises ConfigError and BackendError."""
+    """A line for everything that cannot be served or was erased, then totals. Raises ConfigError and BackendError."""
     tier = store_tier(options.config, options.tier)
+    mark = tenant_mark(options.cache_salt.value) if options.cache_salt else b""
     removable = set(Finding) - _HARMLESS if options.repair else set()
     if options.remove_incompatible:
         removable.add(Finding.INCOMPATIBLE)
-    report = _Report(output, tier.capacity, _codecs_of(tier.serializer), removable, _Seals.of(tier))
+    seals, condemned = _Seals.of(tier), tenant_frames(tier, mark) if mark else None
+    report = _Report(output, tier.capacity, _codecs_of(tier.serializer), removable, seals, condemned)
     with walk(tier) as found:
         report.take_in(found)
     report.print_totals()
@@ -146,7 +151,8 @@ class _Report:
     codecs_of_tier: tuple[CodecIdentity, CodecIdentity]
     removable: set[Finding]
     seals: _Seals
-    left: int = 0  #: damaged, and not removed
+    condemned: Callable[[Stored], bool] | None  #: says of a frame whether it is of a tenant that was erased
+    left: int = 0  #: damaged or condemned, and not removed
     counts: Counter[Finding] = attrs.field(factory=Counter)
     nbytes: Counter[Finding] = attrs.field(factory=Counter)
     codecs: Counter[str] = attrs.field(factory=Counter)  #: whole frames of each
@@ -172,7 +178,7 @@ class _Report:
         """A line for each finding, and one for each codec of whole frames."""
         for finding in Finding:
             total = f"{finding.value.ljust(12)} {self.counts[finding]:>8}  {size(self.nbytes[finding])}"
-            if finding is not Finding.POLICY or self.counts[finding]:
+            if self.counts[finding] or finding not in (Finding.POLICY, Finding.CONDEMNED):
                 self.output.say(total)
         self.output.say(*(f"codec: {codec}: {count}" for codec, count in sorted(self.codecs.items())))
         self.output.say(*self.seals.describe())
@@ -187,6 +193,8 @@ class _Report:
         """The finding, and the reason. Raises Gone."""
         if stored.key is None or stored.home is None:
             return Finding.FOREIGN, "not a frame by its name, place and length"
+        if self.condemned and self.condemned(stored):
+            return Finding.CONDEMNED, "of a request with this cache_salt"
         if self.capacity is not None and stored.nbytes > self.capacity:
             return Finding.FOREIGN, f"{size(stored.nbytes)}, and the tier's capacity is {self.capacity}"
         try:

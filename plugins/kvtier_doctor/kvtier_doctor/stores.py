@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StackConfig, StoreTierConfig
-from kvtier_core.config.open import OpenedTier, open_tier
+from kvtier_core.config.open import OpenedTier, open_keyed_seal, open_tier
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext, Stored, SupportsNamespaces, SupportsWalk
-from kvtier_core.layouts import ChunkLayout
+from kvtier_core.layouts import ChunkLayout, is_marked
 from kvtier_core.storekit.folder import folders
 from kvtier_core.storekit.folder_lock import remove_if_unused
-from kvtier_core.types import Namespace
+from kvtier_core.types import EnvSecret, Namespace
 
 
 def store_tier(file: str, name: str) -> StoreTierConfig:
@@ -33,6 +34,24 @@ def walk(tier: StoreTierConfig) -> contextlib.AbstractContextManager[Iterator[St
     if not isinstance(tier.config, SupportsWalk):
         raise BackendError(f"a tier of type {tier.config.type} cannot list its frames")
     return tier.config.walk()
+
+
+def add_tenant_to(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the option that names a tenant."""
+    parser.add_argument(
+        "--cache-salt", type=EnvSecret.parse, metavar="env:NAME", help=f"{what}, from the environment variable"
+    )
+
+
+def tenant_frames(tier: StoreTierConfig, mark: bytes) -> Callable[[Stored], bool]:
+    """Says of a frame whether the tenant with this mark has stored it; of each if it is empty. Raises BackendError."""
+    seal = open_keyed_seal(tier) if mark else None
+
+    def is_of_tenant(stored: Stored) -> bool:
+        keys = [stored.key] if stored.key else []
+        return not mark or any(is_marked(key, mark) for key in (seal.keys(keys) if seal else keys))
+
+    return is_of_tenant
 
 
 @contextlib.contextmanager

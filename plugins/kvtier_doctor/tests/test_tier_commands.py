@@ -18,6 +18,7 @@ from kvtier_core.cli.output import FINE, PROBLEMS, USAGE
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
+from kvtier_core.layouts import marked, tenant_mark
 from kvtier_core.types import FRAME_ALIGNMENT
 from kvtier_disk.config import DiskConfig
 from kvtier_doctor import doctor
@@ -46,11 +47,11 @@ def tree(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def filled(path, namespace="tiny", **settings):
-    """A tier's folder with three frames; returns the digest of their namespace."""
+def filled(path, namespace="tiny", mark=b"", **settings):
+    """A tier's folder with three frames, of the tenant with this mark; returns the digest of their namespace."""
     namespace = make_namespace(namespace)
     disk = DiskConfig(path=path, **settings).open(make_context(namespace=namespace))
-    keys = make_keys(3)
+    keys = marked(make_keys(3), mark)
     disk.write(keys, [make_frame(key, nbytes=NBYTES, namespace=namespace) for key in keys])
     disk.close()
     return namespace.digest.hex()
@@ -235,6 +236,20 @@ def test_clear_spares_shared_stores_unless_told(folder, capsys):
     assert frames(folder) == 3
     assert main(["clear", "kvtier.yaml", "--yes", "--shared"]) == FINE
     assert frames(folder) == 0
+
+
+def test_clear_and_fsck_tell_the_tenants_of_a_shared_store_apart(folder, capsys, monkeypatch):
+    monkeypatch.setenv("OURS", "ours")
+    write_file("{type: disk, path: store, shared: true}")
+    filled(folder / "store", shared=True, mark=tenant_mark("ours"))
+    filled(folder / "store", shared=True)
+    fsck = ["fsck", "disk", "--config", "kvtier.yaml", "--cache-salt", "env:OURS"]
+    assert main(fsck) == PROBLEMS
+    assert capsys.readouterr().out.count("of a request with this cache_salt\n") == 3
+    assert main(["clear", "kvtier.yaml", "--yes", "--shared", "--cache-salt", "env:OURS"]) == FINE
+    assert frames(folder) == 3 and main(fsck) == FINE
+    assert main(["clear", "kvtier.yaml", "--yes", "--shared", "--cache-salt", "env:NOT_SET"]) == USAGE
+    assert frames(folder) == 3
 
 
 @pytest.mark.parametrize("answer, left", [("y", 0), ("n", 3), ("", 3)])

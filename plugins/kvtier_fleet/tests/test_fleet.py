@@ -18,12 +18,11 @@ import httpx
 import pytest
 from outsiders import TEXTS, assert_tame
 from patience import HANG, wait_until
-from served import FRAME, LAYOUT, PATIENT, Serving, config_of
+from served import FRAME, LAYOUT, PATIENT, Serving, config_of, keys_of
 from servers.redis import make_certificate
 from shown_page import shown_by_page
 from source_copy import ROOT
 
-from kvtier_core.builtin.chained import Chained
 from kvtier_core.cli import main
 from kvtier_core.errors import ConfigError
 from kvtier_core.types import EnvSecret, Seconds
@@ -57,7 +56,7 @@ class Node:
         """An engine of this node stores the chunks of a prompt."""
         stack = self.served.stack(model, waits=PATIENT)
         (space,) = (space for space in self.served.server.spaces if space.model == model)
-        path = Chained(space.namespace, LAYOUT.tokens).keys(tokens, salt=salt)
+        path = keys_of(space.namespace, tokens, salt)
         stack.reserve(path, "store", salt)
         stack.commit("store")
         stack.drain(HANG)

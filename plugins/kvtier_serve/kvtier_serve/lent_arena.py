@@ -123,10 +123,6 @@ class LentArena(Arena):
         """The chunks of a tenant that have a slot; None: of all tenants."""
         return list(self._named_by if tenant is None else self._named.get(tenant, ()))
 
-    def of_tenant_among(self, keys: Iterable[ChunkKey], tenant: str | None) -> list[ChunkKey]:
-        """The chunks among these that have a slot and belong to a tenant; None: to any."""
-        return [key for key in keys if key in self._named_by and tenant in (None, self._named_by[key])]
-
     def used_by(self, tenant: str) -> int:
         """Bytes of the slots that a tenant's quotas bound."""
         return len(self._chunks_of.get(tenant, ())) * self.memory.slot_nbytes

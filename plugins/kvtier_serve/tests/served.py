@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,11 @@ from patience import HANG
 import kvtier_cpu.plugin
 import kvtier_disk.plugin
 import kvtier_gds.plugin
+from kvtier_core.builtin.chained import Chained
 from kvtier_core.config.load import load_config
 from kvtier_core.config.registry import Registry
-from kvtier_core.layouts import ChunkLayout
-from kvtier_core.types import EPOCH, Namespace, Nbytes
+from kvtier_core.layouts import ChunkLayout, tenant_mark
+from kvtier_core.types import EPOCH, ChunkKey, Namespace, Nbytes
 from kvtier_remote.client import RemoteStack, Waits
 from kvtier_remote.protocol import Opening
 from kvtier_serve.server import Server
@@ -26,6 +28,12 @@ LAYOUT = make_layout((1024, 3072), 4)
 FRAME = LAYOUT.frame_nbytes
 #: For tests that are not about waiting: on a busy machine an answer takes longer than an engine waits for it.
 PATIENT = Waits(lookup=HANG, others=HANG, start=HANG)
+
+
+def keys_of(namespace: Namespace, tokens: list[int], salt: bytes = b"") -> list[ChunkKey]:
+    """The keys that an engine gives to a prompt whose request has this salt."""
+    tenant = tenant_mark(json.loads(salt).get("cache_salt", "")) if salt else b""
+    return LAYOUT.keys(Chained(namespace, LAYOUT.tokens).keys(tokens, salt=salt), tenant)
 
 
 def config_of(slots: int, *stores: dict, frame: int = FRAME, keep: Path | None = None, plugins: tuple = (), **options):

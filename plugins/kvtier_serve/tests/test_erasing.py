@@ -134,6 +134,20 @@ def test_what_was_in_use_when_the_server_ended_is_overwritten_by_the_next(operat
         assert not found(served, mark_of(OURS))
 
 
+def test_a_tenant_is_erased_after_a_restart_though_no_request_has_come_since(operated):
+    with operated() as (served, client):
+        stack = served.stack()
+        for salt in (OURS, ADAPTED, THEIRS):
+            fill(served, stack, path_of(served, salt, 1, CHUNKS), salt)
+        before = found(served, mark_of(THEIRS))
+    with operated() as (served, client):
+        adopted(served)
+        served.stack()
+        assert set(erase(client, cache_salt="ours")["deleted"].values()) == {2 * CHUNKS}
+        assert found(served, mark_of(OURS)) == found(served, mark_of(ADAPTED)) == 0
+        assert found(served, mark_of(THEIRS)) == before
+
+
 def test_prefetches_and_pins_belong_to_their_tenant_after_a_restart(operated):
     with operated() as (served, client):
         tokens = list(range(4 * LAYOUT.tokens))

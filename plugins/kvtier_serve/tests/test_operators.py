@@ -18,11 +18,10 @@ import pytest
 from engine_process import OWN
 from outsiders import TEXTS, assert_tame
 from patience import HANG, wait_until
-from served import LAYOUT, serving
+from served import LAYOUT, keys_of, serving
 from servers.redis import make_certificate
 from shown_page import shown_by_page
 
-from kvtier_core.builtin.chained import Chained
 from kvtier_core.errors import ContractError
 from kvtier_core.outside import stand_in
 from kvtier_core.types import Slot
@@ -119,7 +118,7 @@ def stored(served, tokens=PROMPT, salt=b""):
     """An engine has stored the chunks of a prompt."""
     stack = served.stack()
     namespace = next(iter(served.server.spaces)).namespace
-    path = Chained(namespace, LAYOUT.tokens).keys(tokens, salt=salt)
+    path = keys_of(namespace, tokens, salt)
     stack.reserve(path, "store", salt)
     stack.commit("store")
     stack.drain(HANG)
@@ -516,5 +515,5 @@ def test_a_namespace_must_be_named_where_there_are_several(served):
 def test_no_answer_reveals_a_key_that_was_not_in_the_request(served):
     stored(served)
     told = asked(served, "/status").text + asked(served, "/metrics").text
-    path = Chained(next(iter(served.server.spaces)).namespace, LAYOUT.tokens).keys(PROMPT)
+    path = keys_of(next(iter(served.server.spaces)).namespace, PROMPT)
     assert not any(key.hex() in told for key in [*path, *OWN]) and os.environ[TOKEN] not in told

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import attrs
@@ -18,9 +18,9 @@ import msgspec
 from msgspec import Struct
 
 from kvtier_core.builtin.chained import Chained
-from kvtier_core.outside import stand_in
+from kvtier_core.engine.request_view import KVIdentity
+from kvtier_core.layouts import is_marked, tenant_mark
 from kvtier_core.stack.outcomes import Terms
-from kvtier_core.stack.store_tier.tier import StoreTier
 from kvtier_core.types import ChunkKey
 from kvtier_serve.lent_arena import LentArena
 from kvtier_serve.operators.arranging import Search
@@ -51,7 +51,7 @@ from kvtier_serve.quotas import checked
 from kvtier_serve.reload import Files, Reloaded
 from kvtier_serve.server import Server
 from kvtier_serve.sessions import Space
-from kvtier_serve.tenants import Quota, Tenants
+from kvtier_serve.tenants import Quota
 
 logger = logging.getLogger("kvtier")
 
@@ -130,7 +130,11 @@ class Console:
         fields = msgspec.structs.asdict(body).items()
         told = {name: value for name, value in fields if name not in _SECRET and value not in ("", None)}
         salt = getattr(body, "cache_salt", "")
-        return {"tenant": self._server.spaces.tenants.name(_salt(salt)), **told} if salt else told
+        return {"tenant": self._tenant(salt), **told} if salt else told
+
+    def _tenant(self, cache_salt: str) -> str:
+        """As /tenants names the tenant of this salt."""
+        return self._server.spaces.tenants.name(KVIdentity.of(cache_salt).salt)
 
     def health(self) -> Health:
         """Does the server make progress?"""
@@ -199,12 +203,12 @@ class Console:
     def arrange(self, asked: Documents) -> Generator[None, None, Arranged]:
         """Find the order of documents with the longest cached prefix. Shared stores are not queried."""
         space = self._space(asked.namespace)
-        keys = Chained(space.namespace, space.layout.tokens)
+        keys, identity = Chained(space.namespace, space.layout.tokens), KVIdentity.of(asked.cache_salt)
 
-        def is_cached(key: ChunkKey) -> bool:
-            return bool(space.stack.whereabouts([key])[0].tiers)
+        def is_cached(digest: ChunkKey) -> bool:
+            return bool(space.stack.whereabouts(space.layout.keys([digest], identity.tenant))[0].tiers)
 
-        return Search(asked, keys, space.layout.tokens, _salt(asked.cache_salt), is_cached).arranged()
+        return Search(asked, keys, space.layout.tokens, identity.salt, is_cached).arranged()
 
     def prefetch(self, prompt: Named) -> Generator[None, None, Brought]:
         """Bring the chunks of a prompt into memory, ahead of its request."""
@@ -287,8 +291,7 @@ class Console:
 
     def set_quota(self, quota: QuotaOf) -> AllQuotas:
         """Bound the memory of one tenant."""
-        tenant = self._server.spaces.tenants.name(_salt(quota.cache_salt))
-        return self._bound("tenants", tenant, quota)
+        return self._bound("tenants", self._tenant(quota.cache_salt), quota)
 
     def set_model_quota(self, quota: ModelQuota) -> Generator[None, None, AllQuotas]:
         """Bound the memory of one model."""
@@ -334,12 +337,13 @@ class Console:
         if not condemned.cache_salt and not condemned.namespace:
             raise RefusedError("name a cache_salt, a namespace, or both")
         spaces = [self._space(condemned.namespace)] if condemned.namespace else list(self._server.spaces)
-        tenants = self._server.spaces.tenants
-        tenant = tenants.name(_salt(condemned.cache_salt)) if condemned.cache_salt else None
+        mark = tenant_mark(condemned.cache_salt)
         deleted: Counter[str] = Counter()
         left: Counter[str] = Counter()
         overwritten = {}
         unreachable = {"memory: what was evicted before is overwritten when its room is used again": None}
+        if not condemned.namespace:
+            unreachable["stores: models without an engine since the start; kvtier clear reaches them"] = None
         for space in spaces:
             tiers = list(space.stack.tiers)  # others may open meanwhile
             open_now = (arena.name for arena in space.arenas), (tier.name for tier in tiers)
@@ -350,24 +354,28 @@ class Console:
             for arena in space.arenas:
                 deleted[arena.name] += 0
                 for some in _pieces(arena.of_tenant(None), _ERASED):
-                    own = arena.of_tenant_among(some, tenant)
+                    own = [key for key in _of_tenant(some, mark) if arena.has_slot(key)]
                     deleted[arena.name] += len(own)
                     space.stack.evicted(arena, arena.erase(own), "on request")
                     yield
                 left[arena.name] += arena.erasing
                 overwritten[arena.name] = True
             for tier in tiers:
-                unreachable.update(dict.fromkeys(f"{tier.name}: {why}" for why in _not_erased(tier, tenant)))
                 if tier.backend.shared:
+                    unreachable[f"{tier.name}: others use it; kvtier clear --shared removes what is in a store"] = None
                     continue
-                deleted[tier.name] += 0
-                for some in _pieces(_of_tenant(tier, tenant, tenants), _ERASED) or [[]]:
-                    deleted[tier.name] += tier.erase(some)
+                if tier.backend.remains:
+                    unreachable[f"{tier.name}: {tier.backend.remains}"] = None
+                deleted[tier.name] += tier.erase([])  # damaged frames, whose tenants are unknown
+                for some in _pieces(list(tier.index.resident), _ERASED):
+                    if own := _of_tenant(some, mark):
+                        deleted[tier.name] += tier.erase(own)
                     yield
                 left[tier.name] += tier.erasing
                 overwritten[tier.name] = not tier.backend.remains
         erased = [space.namespace.digest.hex() for space in spaces]
-        return Erased(time.time(), tenant or "", erased, deleted, overwritten, left, list(unreachable))
+        tenant = self._tenant(condemned.cache_salt) if mark else ""
+        return Erased(time.time(), tenant, erased, deleted, overwritten, left, list(unreachable))
 
     def _drop(self, space: Space, arena: LentArena, keys: list[ChunkKey]) -> int:
         space.stack.evicted(arena, arena.drop(keys), "on request")
@@ -382,8 +390,13 @@ class Console:
     def name(self, prompt: Prompt) -> Callable[[], Named]:
         """Returns what names the chunks of a prompt on any thread: the longest prompt takes half a second."""
         space = self._space(prompt.namespace)
-        tokens, salt = Chained(space.namespace, space.layout.tokens), _salt(prompt.cache_salt)
-        return lambda: Named(space, tokens.keys(prompt.tokens, salt=salt), salt)
+        keys, identity = Chained(space.namespace, space.layout.tokens), KVIdentity.of(prompt.cache_salt)
+
+        def named() -> Named:
+            digests = keys.keys(prompt.tokens, salt=identity.salt)
+            return Named(space, space.layout.keys(digests, identity.tenant), identity.salt)
+
+        return named
 
 
 def _pieces(many: Sequence[T], size: int = _PIECE) -> list[Sequence[T]]:
@@ -391,32 +404,13 @@ def _pieces(many: Sequence[T], size: int = _PIECE) -> list[Sequence[T]]:
     return [many[begin : begin + size] for begin in range(0, len(many), size)]
 
 
-def _of_tenant(tier: StoreTier, tenant: str | None, tenants: Tenants) -> list[ChunkKey]:
-    """The chunks of a tenant in a tier, as far as requests have named them; None: all."""
-    if tenant is None:
-        return list(tier.index.resident)
-    salts = {salt for salt in set(tier.index.salts.values()) if tenants.name(salt) == tenant}
-    return [key for key, salt in tier.index.salts.items() if salt in salts]
-
-
-def _not_erased(tier: StoreTier, tenant: str | None) -> Iterator[str]:
-    """The parts of a tier that erasing does not reach."""
-    if tier.backend.shared:
-        yield "other engines use the store; kvtier clear --shared empties it"
-        return
-    if tenant is not None:
-        yield "frames that no request has named since the server started are not told apart by tenant"
-    if tier.backend.remains:
-        yield tier.backend.remains
+def _of_tenant(keys: Iterable[ChunkKey], mark: bytes) -> list[ChunkKey]:
+    """The keys of the tenant with this mark; all if it is empty."""
+    return [key for key in keys if not mark or is_marked(key, mark)]
 
 
 def _limits(quota: Quota) -> Limits:
     return Limits(quota.soft, quota.hard)
-
-
-def _salt(cache_salt: str) -> bytes:
-    """As `kvtier_vllm.requests.identity` makes it, for a request without an adapter."""
-    return json.dumps({"cache_salt": stand_in(cache_salt)}).encode() if cache_salt else b""
 
 
 OPERATIONS = (

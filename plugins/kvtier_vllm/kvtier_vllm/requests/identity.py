@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import attrs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -72,18 +70,12 @@ class Identifier:
         adapter = request.lora_request
         if self._adapters_leak and not adapter:
             raise Unidentified("vLLM's LoRA kernels for this device may apply an adapter to it")
-        ingredients: dict[str, str] = {}
-        if request.cache_salt:
-            ingredients["cache_salt"] = stand_in(request.cache_salt)
-        if adapter:
-            ingredients["adapter"] = self._adapters.content(adapter)
-        salt = json.dumps(ingredients).encode() if ingredients else b""
-        found = tuple(_item(feature, salt) for feature in request.mm_features)
+        content = self._adapters.content(adapter) if adapter else ""
+        kv = KVIdentity.of(request.cache_salt or "", content)
+        found = tuple(_item(feature, kv.salt) for feature in request.mm_features)
+        places = tuple(PromptItem(item.place.offset, item.place.length, item.content) for item in found)
         return RequestIdentity(
-            KVIdentity(salt, tuple(PromptItem(item.place.offset, item.place.length, item.content) for item in found)),
-            found,
-            ingredients.get("adapter", ""),
-            stand_in(adapter.lora_name) if adapter else "",
+            attrs.evolve(kv, items=places), found, content, stand_in(adapter.lora_name) if adapter else ""
         )
 
 
