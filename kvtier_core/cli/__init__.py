@@ -26,7 +26,7 @@ _GROUP = "kvtier.commands"
 #: The extras that install packages with commands, and these commands.
 _COMMANDS_OF = {
     "bundle": "export import",
-    "doctor": "bench check clear doctor explain fsck schema status top",
+    "doctor": "bench check clear doctor explain fsck pins prefetch schema status top",
     "fleet": "fleet",
     "serve": "serve",
     "simulate": "plan simulate",

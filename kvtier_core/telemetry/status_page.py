@@ -68,16 +68,18 @@ class StatusPage:
         self,
         readings: Readings,
         usage: Callable[[], Sequence[Usage]],
-        where: Callable[[Sequence[int]], Answer],
+        why_not: Callable[[Answer], str],
+        owner: Callable[[Answer], Answer],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """``readings`` and ``usage()`` are of the stack; ``where(tokens)`` returns the places of a prompt's chunks.
+        """``readings`` and ``usage()`` are of the stack; ``owner(question)`` answers what only the owner can.
 
-        ``clock`` returns seconds.
+        ``why_not(question)`` refuses it before, on the server's thread, or is empty. ``clock`` returns seconds.
         """
         self._readings = readings
         self._usage = usage
-        self._where = where
+        self._why_not = why_not
+        self._owner = owner
         self._clock = clock
         self._server: Server | None = None
         self._about: Mapping[str, Any] = {}
@@ -151,11 +153,8 @@ class StatusPage:
             self._publish()
         while (question := server.take()) is not None:
             client, asked = question
-            found = run(functools.partial(self._told, asked))
+            found = run(functools.partial(self._owner, asked))
             server.reply(client, found.value or {"error": f"this prompt cannot be named: {found.error}"})
-
-    def _told(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self._where(asked["prompt"]), "cold": self._about.get("cold", "")}
 
     def _publish(self) -> None:
         self._next = self._clock() + _EVERY
@@ -177,9 +176,8 @@ class StatusPage:
                 return self._explain(request_id)
             case {"requests": int(count)} if count > 0:
                 return {"found": self.recent(count)}
-            case {"prompt": list(tokens)} if all(isinstance(token, int) for token in tokens):
-                return None
-        return {"error": "expected one of: status, request, requests, prompt"}
+        why = self._why_not(asked)
+        return {"error": why} if why else None
 
     def _explain(self, request_id: str) -> Answer:
         """The hit lines of a request. vLLM puts a prefix before the ids that clients know, and digits after them."""

@@ -1,6 +1,7 @@
 """A Unix socket on which one thread answers questions: a line of JSON each, from data that the owner has published.
 
-Only its user can connect, and nothing can be changed through it. One client is served at a time, for a bounded time.
+Only its user can connect. What only the owner can answer, or do, waits for it. One client is served at a time, for a
+bounded time.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ class Server(ProcessBound):
         self._thread = run_aside(self._serve, "status")
 
     def take(self) -> tuple[socket.socket, Answer] | None:
-        """A question for the owner, and its client; None if there is no question."""
+        """A question for the owner, and its client, which still waits; None if there is no question."""
         with contextlib.suppress(IndexError):
-            return self._asked.popleft()
+            while _has_hung_up((found := self._asked.popleft())[0]):
+                found[0].close()
+            return found
         return None
 
     def reply(self, client: socket.socket, answer: Answer) -> None:
@@ -111,6 +114,11 @@ def _question(client: socket.socket) -> bytes:
         if not received or len(asked) > _LONGEST:
             raise ValueError
     return bytes(asked)
+
+
+def _has_hung_up(client: socket.socket) -> bool:
+    """Has it closed the connection? One that only sends nothing more still waits for its answer."""
+    return run(lambda: client.send(b"", socket.MSG_NOSIGNAL)).error is not None
 
 
 def _send(client: socket.socket, answer: Answer) -> None:

@@ -14,6 +14,7 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.interfaces import Medium
 from kvtier_core.layouts import ChunkLayout, KVKind, chunk_key
 from kvtier_core.types import EventKind
+from kvtier_doctor.steering import EngineSteering
 from kvtier_testing.samples import make_group
 
 CHUNK = 8
@@ -273,4 +274,21 @@ def test_an_engine_that_keeps_more_than_was_found_computes_it(host, monkeypatch)
     monkeypatch.setattr(Host, "_skipped", lambda self, number, tokens: max(0, skipped(self, number, tokens) - 9))
     served.ask("second", asked)
     assert any(plan.failed_loads for plan in served.plans)
+    served.assert_at_rest()
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_pin_takes_no_more_slots_than_it_may(host, where):
+    """What a request needs to continue has several parts."""
+    served, asked = host(slots=80), prompt(1, 20 * CHUNK + 3)
+    served.ask("first", asked)
+    if where == "disk":
+        for number in range(8):
+            served.ask(f"flood {number}", prompt(100 + number, 20 * CHUNK + 3))
+    steering = EngineSteering(served.manager, CHUNK, served.side._name, lambda: 0.0)
+    steering.answer({"pin": "system", "prompt": asked})
+    for _ in range(3):
+        served.settle(), steering.step()
+    assert 0 < served.manager.pins_by_holder().total() <= served.manager.arenas[0].capacity // 8
+    steering.end()
     served.assert_at_rest()

@@ -21,46 +21,19 @@ import tracemalloc
 import attrs
 import pyte
 import pytest
-from fake_host import CHUNK, FRAME, Host
+from fake_host import ABOUT, CHUNK
 from outsiders import TEXTS, assert_tame
 from patience import HANG
 
-import kvtier_disk.plugin
 from kvtier_core.cli import main
-from kvtier_core.config.load import load_config
 from kvtier_core.config.open import log_warning
-from kvtier_core.config.registry import Registry
 from kvtier_core.engine.request_view import KVIdentity
 from kvtier_core.telemetry.readings import Readings
 from kvtier_core.telemetry.status_page import StatusPage, Tenants
 from kvtier_core.types import Event, EventKind, Usage, WriteUse
 from kvtier_doctor import top
 
-ABOUT = {"engine": "e", "model": "tiny", "replica": 0, "identity": "ab" * 32, "cold": ""}
 PROMPT = [random.Random(1).randrange(1000) for _ in range(4 * CHUNK + 3)]
-
-
-@pytest.fixture
-def host(tmp_path):
-    """``host(**settings)`` is a host that tells its status at ``tmp_path / "s"``, over memory and a disk."""
-    with contextlib.ExitStack() as closing:
-
-        def start(chunks=32, about=ABOUT, **settings):
-            heap = {"type": "heap", "capacity": f"{chunks * FRAME}B", "eviction": "lru"}
-            disk = {"type": "disk", "path": str(tmp_path / "disk"), "capacity": f"{100 * FRAME}B", "min_free": "0B"}
-            values = {"version": 1, "chunk_tokens": CHUNK, "load_wait": "10s", "tiers": [heap, disk]}
-            config = load_config({**values, "status": str(tmp_path / "s"), **settings}, Registry.of(kvtier_disk.plugin))
-            made = Host(config)
-            closing.callback(made.close)
-            made.side.status.open(config.status, about, log_warning)
-            return made
-
-        yield start
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "s"
 
 
 def asked_of(path, *lines):
@@ -111,7 +84,7 @@ def test_the_status_says_how_long_a_drive_lasts(path, capsys):
     """A hundred bytes a day, for two days, of a drive for 73 000."""
     writes = WriteUse(left=40, per_day=150, endurance=73000, written=200, seconds=2 * 86400)
     usages = [Usage("heap", 4, 512, 1024), Usage("disk", 4, 512, 1024, writes=writes)]
-    page = StatusPage(Readings(), lambda: usages, lambda tokens: {"tokens": len(tokens)})
+    page = StatusPage(Readings(), lambda: usages, lambda asked: "", dict)
     page.open(str(path), ABOUT, log_warning)
     try:
         assert main(["status", "--socket", str(path)]) == 0
@@ -129,7 +102,7 @@ def test_the_status_says_how_long_a_drive_lasts(path, capsys):
 def test_a_page_needs_no_scheduler_side(path, capsys):
     """As in a server, whose clients have the requests."""
     readings = Readings()
-    page = StatusPage(readings, lambda: [Usage("heap", 4, 512, 1024)], lambda tokens: {"tokens": len(tokens)})
+    page = StatusPage(readings, lambda: [Usage("heap", 4, 512, 1024)], lambda asked: "", dict)
     page.open(str(path), ABOUT, log_warning)
     try:
         readings.add([Event(EventKind.QUERIED, "heap", tokens=8), Event(EventKind.HIT, "heap", tokens=6)])

@@ -17,6 +17,8 @@ STORES = "kvtier_core/engine/scheduler/store_jobs.py"
 STORING = "kvtier_core/engine/scheduler/storing.py"
 LOADS = "kvtier_core/engine/scheduler/loads.py"
 TRACKED = "kvtier_core/engine/scheduler/requests.py"
+STEERING = "plugins/kvtier_doctor/kvtier_doctor/steering.py"
+STEERED = "tests/engine/test_steering.py::"
 HANDOVERS = "kvtier_core/engine/scheduler/handovers.py"
 APART = "tests/engine/test_handovers.py::"
 SELF_TEST_GATE = "kvtier_core/engine/scheduler/self_test_gate.py"
@@ -105,6 +107,55 @@ MUTANTS = (
         "_SHARE = 2",
         "_SHARE = 1",
         APART + "test_leases_pin_no_more_than_half_of_the_arena_the_oldest_ends_first",
+    ),
+    Mutant(
+        "a-tenant-has-all-pins",
+        STEERING,
+        "most // 2 - own",
+        "most",
+        STEERED + "test_the_pins_of_a_tenant_take_an_eighth_of_the_memory_and_all_pins_a_quarter",
+    ),
+    Mutant(
+        "what-comes-for-a-pin-is-not-counted",
+        STEERING,
+        "pin.path = pin.path[: found.chunks + found.pending]",
+        "pin.path = pin.path[: found.chunks]",
+        STEERED + "test_what_is_on_its_way_for_a_pin_counts_too",
+    ),
+    Mutant(
+        "parts-of-pinned-chunks-are-not-counted",
+        STEERING,
+        "> pin.room:",
+        "> 1000000:",
+        "tests/engine/test_groups.py::test_a_pin_takes_no_more_slots_than_it_may",
+    ),
+    Mutant(
+        "pins-never-expire",
+        STEERING,
+        "if pin.until <= now:",
+        "if False:",
+        STEERED + "test_a_pin_expires_in_a_step_after_its_time",
+    ),
+    Mutant(
+        "pins-outlive-their-namespace",
+        "kvtier_core/engine/scheduler/side.py",
+        "        self._steering.end()\n        self._handovers.release_all()\n",
+        "        self._handovers.release_all()\n",
+        STEERED + "test_pins_end_when_the_weights_change_and_when_the_engine_closes",
+    ),
+    Mutant(
+        "those-who-have-hung-up-are-obeyed",
+        "kvtier_core/telemetry/status_server.py",
+        'return run(lambda: client.send(b"", socket.MSG_NOSIGNAL)).error is not None',
+        "return False",
+        STEERED + "test_nothing_is_done_for_a_client_that_has_hung_up",
+    ),
+    Mutant(
+        "names-of-pins-may-forge-lines",
+        STEERING,
+        "isinstance(name, str) and name and name == printable(name)",
+        "isinstance(name, str) and name",
+        STEERED + "test_a_call_that_is_refused_changes_nothing_and_waits_for_no_step",
     ),
     Mutant(
         "leases-in-a-servers-memory",

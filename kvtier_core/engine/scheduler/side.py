@@ -19,6 +19,7 @@ from kvtier_core.engine.scheduler.loads import Loads
 from kvtier_core.engine.scheduler.provenance import Trust
 from kvtier_core.engine.scheduler.requests import Match, Requests, RequestState
 from kvtier_core.engine.scheduler.self_test_gate import SelfTestGate
+from kvtier_core.engine.scheduler.steering import PINNED, steering
 from kvtier_core.engine.scheduler.storing import Storing
 from kvtier_core.engine.scheduler.waiting import Waiting
 from kvtier_core.engine.starvation import Starvation
@@ -26,7 +27,7 @@ from kvtier_core.engine.step import BlockTables, Step, StepResult
 from kvtier_core.forks import ProcessBound
 from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
-from kvtier_core.outside import printable
+from kvtier_core.outside import Printable
 from kvtier_core.stack.interface import Stack
 from kvtier_core.stack.outcomes import Arriving, Declined, Lookup, TooSmall
 from kvtier_core.telemetry.event_log import EventLog
@@ -93,7 +94,9 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         self._waiting = Waiting(config, layout.tokens, clock)
         parts = self._requests, self._handovers, self._waiting, self._tell_of_path
         self._stores = Storing(manager, layout, *parts, lookahead=lookahead, save_decode=config.save_decode)
-        self.status = StatusPage(self.events.readings, manager.usage, self._where, clock)
+        self._steering = steering()(manager, layout.tokens, self._name, clock)
+        questions = self._steering.why_not, self._steering.answer
+        self.status = StatusPage(self.events.readings, manager.usage, *questions, clock)
         self._starvation = Starvation("scheduler", clock)
         self._stepped = False  # has the stack been stepped since the last plan?
         self._logged_stall: float | None = None
@@ -234,6 +237,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         else:
             self.events.record(self.manager.step())
         self._handovers.step()
+        self._steering.step()
         self._starvation.look()
         self.events.watch(self.manager.usage, now=step.computes_nothing)
         self.status.step()
@@ -349,6 +353,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         self.epoch += 1
         self.namespace = self._first_namespace.renewed()
         self.manager.invalidate_all(self.namespace)
+        self._steering.end()
         self._handovers.release_all()
         self._audits.drop_all()
         # The KV that these requests have computed belongs to the old epoch, and what they will compute depends on it.
@@ -359,6 +364,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
     def close(self) -> None:
         """Let stores in flight finish for some seconds, then close the stack and log the totals."""
         self.status.close()
+        self._steering.end()
         if self.namespace is not self._first_namespace:
             self.manager.invalidate_all(self._first_namespace)  # no other process could find a later epoch's
         self.events.record(self.manager.close())
@@ -451,13 +457,11 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         salt = state.view.identity.salt if isinstance(state.view.identity, KVIdentity) else None
         self.status.count(salt, state.view.tokens, state.view.tokens - state.match.computed, sum(hits.values()))
 
-    def _where(self, tokens: Sequence[int]) -> Mapping[str, Any]:
-        """The places of a prompt's chunks now."""
-        view = RequestView("explained", tokens, len(tokens), KVIdentity())
-        path = self._requests.keys(RequestState(view, printable(view.request_id), 0.0, ""), len(tokens))
-        places = zip(path, self.manager.whereabouts(path), strict=True)
-        chunks = [{"key": key.hex(), **attrs.asdict(place)} for key, place in places]
-        return {"tokens": len(tokens), "chunk_tokens": self.chunk_tokens, "chunks": chunks}
+    def _name(self, tokens: Sequence[int], cache_salt: str) -> tuple[list[ChunkKey], bytes]:
+        """The keys of a prompt that no request has, and its salt."""
+        identity = KVIdentity.of(cache_salt)
+        state = RequestState(RequestView("", tokens, len(tokens), identity), Printable(""), 0.0, "")
+        return self._requests.keys(state, len(tokens)), identity.salt
 
     def _with_late(self, state: RequestState, found: Lookup) -> Lookup:
         """``found``, and what another engine has just computed for the request and no tier has, as arriving chunks."""
@@ -474,7 +478,7 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
 
     def _log_pins(self, but: Collection[str] = ()) -> None:
         for holder, pins in self.manager.pins_by_holder().items():
-            if holder not in self._handovers.holders.union(but):
+            if holder not in self._handovers.holders.union(but) and not holder.startswith(PINNED):
                 logger.warning(
                     "kvtier: %s still holds %d slots; a tier is hanging, or this is a bug in kvtier", holder, pins
                 )

@@ -6,9 +6,11 @@ import argparse
 import json
 import socket
 import struct
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvtier_core.cli.output import FINE, PROBLEMS, Output
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit.user_folders import runtime_folder
 from kvtier_core.telemetry.status_page import PATTERN
@@ -42,6 +44,29 @@ def found(named: Path | None) -> list[Path]:
             "XDG_RUNTIME_DIR? Its log says 'kvtier: status at …'; pass that path with --socket"
         )
     return sockets
+
+
+def tell(
+    asked: dict[str, Any],
+    options: argparse.Namespace,
+    output: Output,
+    lines: Callable[[Mapping[str, Any]], Iterable[str]],
+) -> int:
+    """Ask each engine, and print the answers, for people by ``lines``. Raises BackendError if none answers."""
+    paths, answers, errors = found(options.socket), {}, []
+    for path in paths:
+        try:
+            answers[str(path)] = ask(path, asked)
+        except BackendError as error:
+            errors.append(error)
+    if not answers:
+        raise errors[0]
+    output.value = answers
+    for where, told in answers.items():
+        output.say(*([where] if len(paths) > 1 else []), *lines(told))
+    for each in errors:
+        output.warn(str(each))
+    return PROBLEMS if errors else FINE
 
 
 def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.errors import BackendError
 from kvtier_core.telemetry.status_page import sources
+from kvtier_core.types import EnvSecret
 from kvtier_doctor import engines
 
 #: Number of hit lines shown if no request is named.
@@ -42,7 +43,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
     question: dict[str, Any] = {"request": options.request} if options.request else {"requests": _LAST}
     if options.prompt:
         question = {"prompt": tokens_of(options.prompt)}
-    answers = {str(path): engines.ask(path, question) for path in engines.found(options.socket)}
+    paths = engines.found(options.socket)
+    answers = {str(path): engines.ask(path, question) for path in paths}
+    for each in paths if options.prompt else ():
+        answers[str(each)]["cold"] = engines.ask(each, {"status": True})["cold"]
     output.value = answers
     if not options.request:
         for path, answer in answers.items():
@@ -58,6 +62,18 @@ def run(options: argparse.Namespace, output: Output) -> int:
             f"{remembered}; the log has a line for every request"
         )
     return FINE if told else PROBLEMS
+
+
+def add_salt_to(parser: Any) -> Any:
+    """Add ``--cache-salt``; returns the parser."""
+    what = "the environment variable with the cache_salt of the tenant, env:NAME"
+    parser.add_argument("--cache-salt", type=EnvSecret.parse, metavar="env:NAME", help=what)
+    return parser
+
+
+def salt_of(options: argparse.Namespace) -> str:
+    """The cache_salt that is named; empty if none is. Raises BackendError."""
+    return options.cache_salt.value if options.cache_salt else ""
 
 
 def tokens_of(file: Path) -> list[int]:

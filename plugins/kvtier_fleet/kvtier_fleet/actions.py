@@ -22,10 +22,11 @@ import attrs
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, agreed, table
 from kvtier_core.errors import BackendError, ConfigError
 from kvtier_doctor import explain, top
+from kvtier_doctor.explain import salt_of
 from kvtier_fleet.fleet import Answers, Fleet
 from kvtier_fleet.seen import HEAD, Seen, row, speeds
 from kvtier_fleet.settings import load
-from kvtier_serve.commands.actions import bound_of, documents_of, pin_path, prompt_of, salt_of
+from kvtier_serve.commands.actions import bound_of, documents_of, pin_path, prompt_of
 from kvtier_serve.operators.forms import AllQuotas, Arranged, Brought, Done, Erased, Explained, Pin, Pinned
 
 _BOUNDS = ("soft", "hard")

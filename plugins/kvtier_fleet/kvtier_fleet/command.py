@@ -11,11 +11,12 @@ from pathlib import Path
 from kvtier_core.cli.output import Output
 from kvtier_core.errors import BackendError
 from kvtier_core.types import Nbytes, Seconds
-from kvtier_doctor import top
+from kvtier_doctor import pins, top
+from kvtier_doctor.explain import add_salt_to
 from kvtier_fleet import actions
 from kvtier_fleet.fleet import Fleet
 from kvtier_fleet.settings import FleetSettings, load
-from kvtier_serve.commands.actions import add_documents_to, add_prompt_to, add_salt_to
+from kvtier_serve.commands.actions import add_documents_to, add_prompt_to
 
 #: The file of the fleet, if no option names it.
 _VARIABLE = "KVTIER_FLEET"
@@ -54,12 +55,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     for kind in ("soft", "hard"):
         what = "on all servers together; default: any size"
         quota.add_argument(f"--{kind}", type=Nbytes.parse, metavar="SIZE", help=what)
-    pins = add("pins", actions.pins, "show the prompts that are kept in memory, or change one")
-    which = pins.add_mutually_exclusive_group()
-    which.add_argument("--add", metavar="NAME", help="keep the prompt in memory, under this name")
-    which.add_argument("--delete", metavar="NAME", help="stop keeping it")
-    add_prompt_to(pins, required=False)
-    pins.add_argument("--for", dest="lasting", type=Seconds.parse, metavar="TIME", help="default: a day")
+    kept = add("pins", actions.pins, "show the prompts that are kept in memory, or change one")
+    pins.add_changes_to(kept)
+    add_prompt_to(kept, required=False)
     apply = add("apply", actions.apply, "set the quotas and pins that the file declares")
     what = "apply them again and again, also to servers that come later or restart"
     apply.add_argument("--every", type=Seconds.parse, metavar="TIME", help=what)

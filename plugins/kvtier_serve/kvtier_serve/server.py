@@ -81,7 +81,6 @@ class Server(ProcessBound):
         self.sessions: dict[int, Session] = {}
         self._last_session = 0
         self._accepts_at = 0.0
-        self.chores: list[Callable[[], None]] = []  #: done in each turn
         self.quotas = quotas or QuotaBook(Quotas(quota))
         self.programs = Programs()
         self.reload: Reload | None = None  #: if it was started from files
@@ -159,8 +158,6 @@ class Server(ProcessBound):
         asked = bool(self._questions)
         if asked:
             self._do_a_piece()
-        for chore in self.chores:
-            chore()
         if self.spaces.is_broken:
             self._begin_anew()
         self.spaces.step()

@@ -22,6 +22,7 @@ from kvtier_core.outside import printable
 from kvtier_core.stack.manager import StorageManager
 from kvtier_core.stack.outcomes import Terms, Whereabouts
 from kvtier_core.types import ChunkKey, Event, FrameRead, Namespace, Slot, Usage
+from kvtier_doctor.steering import Pins
 from kvtier_remote.memory import reader_handle_of
 from kvtier_remote.protocol import (
     MOST_CHUNKS,
@@ -62,6 +63,7 @@ class Space:
     sessions: set[Session] = attrs.field(factory=set)
     asked: int = 0  #: number of chunks that requests looked for, in all
     found: int = 0  #: and those of them that were there when the request was done with them
+    pins: Pins = attrs.field(init=False, default=attrs.Factory(lambda space: Pins(space.stack), takes_self=True))
 
     def came(self, path: Sequence[ChunkKey], salt: bytes) -> None:
         """Note that a request with this salt names these chunks."""
@@ -87,6 +89,7 @@ class Space:
                 views = [arena.memory.view(slot) for slot in slots]
                 self.stack.overwrite(views, functools.partial(arena.overwritten, slots))
         events = self.stack.step()
+        self.pins.step()
         if events:
             for session in self.sessions:
                 if session.space is self:

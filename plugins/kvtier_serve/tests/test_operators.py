@@ -355,11 +355,13 @@ def test_a_long_salt_is_the_one_that_engines_make(served):
     wait_until(lambda: client("tenants") == [])
 
 
-def test_pins_take_a_quarter_of_the_memory_at_most(served):
-    stored(served, list(range(30 * LAYOUT.tokens)))
-    told = Client(served.url)("pin", {"tokens": list(range(30 * LAYOUT.tokens))}, name="long")
-    arena = next(iter(served.server.spaces)).stack.arenas[0]
-    assert told["chunks"] == arena.capacity // 4
+def test_pins_take_a_quarter_of_the_memory_at_most_and_those_of_a_tenant_half_of_that(served):
+    long = list(range(10 * LAYOUT.tokens))
+    stored(served, long), stored(served, long, salt=b'{"cache_salt": "tenant"}')
+    client, quarter = Client(served.url), next(iter(served.server.spaces)).stack.arenas[0].capacity // 4
+    told = [client("pin", {"tokens": long}, name="long")]
+    told += [client("pin", {"tokens": long, "cache_salt": "tenant"}, name=name) for name in ("other", "another")]
+    assert [each["chunks"] for each in told] == [quarter // 2, quarter // 2, 0]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -167,8 +167,8 @@ def contents(side: SchedulerSide, *prompts: Sequence[int]) -> dict[str, set[int]
     held = {"CPU": set(), "STORAGE": set()}
     for asked in prompts:
         hashes = block_hashes(asked)
-        for number, chunk in enumerate(side._where(asked)["chunks"]):
-            for tier in chunk["tiers"]:
+        for number, place in enumerate(side.manager.whereabouts(side._name(asked, "")[0])):
+            for tier in place.tiers:
                 first = number * CHUNK // BLOCK
                 held["STORAGE" if tier == "disk" else "CPU"].update(hashes[first : first + CHUNK // BLOCK])
     return held

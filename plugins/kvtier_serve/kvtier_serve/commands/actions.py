@@ -12,8 +12,9 @@ from typing import Any
 
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, agreed, table
 from kvtier_core.errors import BackendError
-from kvtier_core.types import EnvSecret, Nbytes, Seconds, size
-from kvtier_doctor import explain, status, top
+from kvtier_core.types import Nbytes, size
+from kvtier_doctor import explain, pins, status, top
+from kvtier_doctor.explain import add_salt_to, salt_of
 from kvtier_serve.operators.asking import RunningServer
 
 #: Number of tenants that are shown: those with the most bytes.
@@ -40,12 +41,9 @@ def add_to(actions: argparse._SubParsersAction) -> None:
     add_salt_to(quota.add_mutually_exclusive_group()).add_argument("--model", help="set the quota of this model")
     for kind in ("soft", "hard"):
         quota.add_argument(f"--{kind}", type=Nbytes.parse, metavar="SIZE", help="default: any size")
-    pins = add("pins", _pins, "show the prompts that are kept in memory, or change one")
-    which = pins.add_mutually_exclusive_group()
-    which.add_argument("--add", metavar="NAME", help="keep the prompt in memory, under this name")
-    which.add_argument("--delete", metavar="NAME", help="stop keeping it")
-    add_prompt_to(pins, required=False)
-    pins.add_argument("--for", dest="lasting", type=Seconds.parse, metavar="TIME", help="default: a day")
+    kept = add("pins", _pins, "show the prompts that are kept in memory, or change one")
+    pins.add_changes_to(kept)
+    add_prompt_to(kept, required=False)
     add("reload", _reload, "reload the server's files")
 
 
@@ -60,13 +58,6 @@ def _added(actions: argparse._SubParsersAction, name: str, run: Any, what: str) 
     )
     parser.add_argument("--json", action="store_true", default=hidden, help="print one JSON value, for programs")
     parser.set_defaults(ask=run)
-    return parser
-
-
-def add_salt_to(parser: Any) -> Any:
-    """Add ``--cache-salt``; returns the parser."""
-    what = "the environment variable with the cache_salt of the tenant, env:NAME"
-    parser.add_argument("--cache-salt", type=EnvSecret.parse, metavar="env:NAME", help=what)
     return parser
 
 
@@ -183,26 +174,15 @@ def _pins(server: RunningServer, options: argparse.Namespace, output: Output) ->
     if options.add:
         if not options.prompt:
             raise BackendError("specify what to keep: --prompt FILE")
-        lasting = {"seconds": options.lasting} if options.lasting else {}
-        output.value = told = server.ask("PUT", pin_path(options.add), {**prompt_of(options), **lasting})
-        left_out = f", {told['left_out']} have no room" if told["left_out"] else ""
-        output.say(f"{options.add}: {told['chunks']} chunks are kept, {told['pending']} may follow{left_out}")
+        what = {**prompt_of(options), **pins.lasting(options)}
+        output.value = server.ask("PUT", pin_path(options.add), what)
+        output.say(pins.kept(options.add, output.value))
     elif options.delete:
         output.value = server.ask("DELETE", pin_path(options.delete))
-        output.say(f"{options.delete}: {output.value['chunks']} slots are kept no longer")
+        output.say(pins.deleted(options.delete, output.value))
     else:
         output.value = server.ask("GET", "/pins")
-        rows = [
-            [
-                each["name"],
-                each["model"],
-                str(each["chunks"]),
-                f"{each['slots']}{' …' * each['pending']}",
-                f"{each['seconds'] / 3600:.1f} h",
-            ]
-            for each in output.value
-        ]
-        output.say(*table(("pin", "model", "chunks", "slots", "expires in"), rows, left=2))
+        output.say(*pins.listed(output.value, "model"))
     return FINE
 
 
@@ -284,11 +264,6 @@ def documents_of(options: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(parts, dict):
         raise BackendError(f'{options.documents}: not an object; write {{"documents": [[1, 2], [3]]}}')
     return {**parts, "namespace": options.namespace, "cache_salt": salt_of(options)}
-
-
-def salt_of(options: argparse.Namespace) -> str:
-    """The cache_salt that is named; empty if none is. Raises BackendError."""
-    return options.cache_salt.value if options.cache_salt else ""
 
 
 def pin_path(name: str) -> str:

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import attrs
@@ -20,7 +20,6 @@ from msgspec import Struct
 from kvtier_core.builtin.chained import Chained
 from kvtier_core.engine.request_view import KVIdentity
 from kvtier_core.layouts import is_marked, tenant_mark
-from kvtier_core.stack.outcomes import Terms
 from kvtier_core.types import ChunkKey
 from kvtier_serve.lent_arena import LentArena
 from kvtier_serve.operators.arranging import Search
@@ -57,14 +56,10 @@ logger = logging.getLogger("kvtier")
 
 T = TypeVar("T")
 
-#: The share of a stack's first arena that all pinned prompts may take together.
-_PINNED_SHARE = 4
 #: Chunks, or tenants, that the owner looks at between two calls of engines; and chunks that it erases.
 _PIECE, _ERASED = 128, 64
 #: And namespaces that it describes.
 _SPACES = 16
-#: The holder of a pinned prompt, after the session number that no engine has.
-_PINNED = "0/pin "
 #: Fields of a request that no log may have.
 _SECRET = {"tokens", "cache_salt"}
 #: Results that the log repeats.
@@ -95,21 +90,13 @@ class Operation(NamedTuple):
     prepare: Callable[[Any], tuple[Any, ...]] = lambda console: ()
 
 
-class _Kept(NamedTuple):
-    space: int
-    chunks: int
-    until: float
-
-
 class Console:
     """Looks into a server, and acts on it. Every method but `keep_quotas` is called on the owner's thread."""
 
     def __init__(self, server: Server):
         self._server = server
         self._since = time.monotonic()
-        self._pins: dict[str, _Kept] = {}
         self.metrics = ServerMetrics(server)
-        server.chores.append(self._expire)
 
     def carry_out(
         self, operation: Operation, who: str, asked: Struct | None, *arguments: Any, **named: str
@@ -212,55 +199,30 @@ class Console:
 
     def prefetch(self, prompt: Named) -> Generator[None, None, Brought]:
         """Bring the chunks of a prompt into memory, ahead of its request."""
-        stack, coming = prompt.space.stack, 0
-        there = max(arena.ready_run(prompt.path) for arena in stack.arenas) if prompt.path else 0
-        for keys in _pieces(prompt.path):
-            before = stack.promoting
-            stack.prefetch(keys, Terms(salt=prompt.salt, not_direct=stack.media))
-            coming += stack.promoting - before
+        for each in prompt.space.pins.prefetch(prompt.path, prompt.salt):
+            told = each
             yield
-        lacks = there + coming < len(prompt.path)
-        return Brought(coming, there, [tier.name for tier in stack.tiers if tier.backend.shared and lacks])
+        return Brought(**told)
 
     def pin(self, prompt: Named, pin: PinOf, name: str) -> Pinned:
         """Keep the chunks of a prompt in memory, until the pin of this name is deleted or expires.
 
         Chunks in stores come into memory first.
         """
-        space, path, salt = prompt
         self.unpin(name)
-        pinned = sum(pins for other, pins in space.stack.pins_by_holder().items() if other.startswith(_PINNED))
-        room = max(0, space.stack.arenas[0].capacity // _PINNED_SHARE - pinned)
-        terms = Terms(salt=salt, not_direct=space.stack.media, lasting=True)
-        found = space.stack.lookup(path[:room], _PINNED + name, terms)
-        self._pins[name] = _Kept(space.number, len(path), time.monotonic() + pin.seconds)
-        return Pinned(found.chunks, found.pending, len(path[room:]), pin.seconds)
+        return Pinned(**prompt.space.pins.pin(name, prompt.path, prompt.salt, pin.seconds))
 
     def pins(self) -> list[Pin]:
         """All pins."""
-        return list(self._listed_pins())
-
-    def _listed_pins(self) -> Iterator[Pin]:
-        spaces, now = {space.number: space for space in self._server.spaces}, time.monotonic()
-        for name, kept in self._pins.items():
-            if space := spaces.get(kept.space):
-                stack, holder = space.stack, _PINNED + name
-                held = stack.pins_by_holder()[holder], stack.still_pending(holder)
-                yield Pin(name, space.number, space.model, kept.chunks, *held, round(kept.until - now, 3))
+        return [
+            Pin(namespace=space.number, model=space.model, **each)
+            for space in self._server.spaces
+            for each in space.pins.listed()
+        ]
 
     def unpin(self, name: str) -> Done:
         """Delete a pin."""
-        self._pins.pop(name, None)
-        pins = sum(space.stack.pins_by_holder()[_PINNED + name] for space in self._server.spaces)
-        for space in self._server.spaces:
-            space.stack.release(_PINNED + name)
-        return Done(pins)
-
-    def _expire(self) -> None:
-        """Delete pins whose time is over."""
-        now = time.monotonic() if self._pins else 0.0
-        for name in [name for name, kept in self._pins.items() if kept.until <= now]:
-            logger.info("kvtier: the pin %r has expired; it kept %d slots", name, self.unpin(name).chunks)
+        return Done(sum(space.pins.unpin(name) for space in self._server.spaces))
 
     def clear(self, scope: Scope) -> Generator[None, None, Done]:
         """Drop what the memory of a namespace, or of all, holds and nobody uses."""

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-#: Seconds for which a prompt is pinned, by default and at most.
-_PINNED_FOR, _PINNED_AT_MOST = 24 * 3600.0, 30 * 24 * 3600.0
+from kvtier_doctor.steering import PINNED_AT_MOST, PINNED_FOR
 
 
 class RefusedError(Exception):
@@ -91,7 +90,7 @@ class Arranged(Struct):
 class PinOf(Prompt):
     """A prompt to pin."""
 
-    seconds: Annotated[float, Meta(gt=0, le=_PINNED_AT_MOST)] = _PINNED_FOR  #: until the pin expires
+    seconds: Annotated[float, Meta(gt=0, le=PINNED_AT_MOST)] = PINNED_FOR  #: until the pin expires
 
 
 class Pinned(Struct):

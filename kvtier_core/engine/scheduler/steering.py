@@ -1,0 +1,48 @@
+"""What an engine is asked over its status socket and only the owner can answer: a class of another package does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+
+from kvtier_core.stack.interface import Stack
+from kvtier_core.telemetry.status_server import Answer
+from kvtier_core.types import ChunkKey
+
+_GROUP = "kvtier.steering"  # of entry points
+#: Precedes the name of a pinned prompt in its holder. No engine of a server has this number.
+PINNED = "0/pin "
+#: The keys of a prompt's chunks, and the salt in them, from its tokens and ``cache_salt``.
+Name = Callable[[Sequence[int], str], tuple[list[ChunkKey], bytes]]
+
+
+class Steering:
+    """Answers, and does what is asked; this one without that package. ``clock`` returns seconds.
+
+    The owner calls every method, but any thread `why_not`.
+    """
+
+    def __init__(self, stack: Stack, chunk_tokens: int, name: Name, clock: Callable[[], float]):
+        self.stack, self.chunk_tokens, self.name, self.clock = stack, chunk_tokens, name, clock
+
+    def why_not(self, asked: Answer) -> str:
+        """A refusal before the owner is asked; empty if it is to be asked."""
+        return "expected one of: status, request, requests; others need kvtier-doctor: pip install 'kvtier[doctor]'"
+
+    def answer(self, asked: Answer) -> Answer:
+        """Do what was asked, or refuse it as a whole."""
+        return {"error": self.why_not(asked)}
+
+    def step(self) -> None:
+        """The engine makes a step."""
+
+    def end(self) -> None:
+        """Release everything: what is stored is not found any more."""
+
+
+@functools.cache
+def steering() -> type[Steering]:
+    """The installed class."""
+    found: type[Steering] = next((entry.load() for entry in entry_points(group=_GROUP)), Steering)
+    return found
