@@ -54,7 +54,13 @@ void bind_gittins(nb::module_& m) {
              new (self) Gittins(sizes);
            }, "sizes"_a)
       .def("request", [](Gittins& self, nb::handle path, double now, nb::object hints) {
-             self.request(keys_of(path), now, hints.attr("get")("session").equal(nb::str("ends")));
+             const nb::object get = hints.attr("get"), pause = get("pause", "");
+             Py_ssize_t nbytes = 0;
+             const char* text = PyUnicode_AsUTF8AndSize(pause.ptr(), &nbytes);
+             if (!text) PyErr_Clear();  // it has surrogates
+             const std::string_view seconds(text, text ? static_cast<size_t>(nbytes) : 0);
+             const bool ends = get("session").equal(nb::str("ends"));
+             self.request(keys_of(path), now, Gittins::announced(ends, seconds));
            }, "path"_a, "now"_a, "hints"_a)
       .def("admit", [](Gittins& self, nb::handle object, nb::handle) {
              const Key key = key_of(object);

@@ -1,12 +1,14 @@
 #include "gittins.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <stdexcept>
 
 namespace kvtier {
 namespace {
 
+constexpr std::array<unsigned, 4> kPauses{64, 256, 1024, 4096};  // seconds
 constexpr size_t kReuses = 3, kGhosts = 4, kFew = 64, kRanking = 64;
 constexpr double kFade = 0.9991131650796176;
 constexpr uint64_t kVote = uint64_t{720720} << 12;
@@ -17,12 +19,24 @@ constexpr double fraction(uint64_t votes) { return static_cast<double>(votes) / 
 
 Gittins::Gittins(size_t sizes)
     : sizes_(sizes),
-      kinds_(2 * sizes),
+      kinds_(sizes + kPauses.size()),
       table_(kReuses, kinds_),
       cells_(kReuses * kinds_ * kAges),
       live_(cells_.size()) {}
 
-void Gittins::request(std::span<const Key> path, double now, bool ends) {
+// The number of steps of a pause that has been reached: all if the session ends, 0 without a hint.
+size_t Gittins::announced(bool ends, std::string_view pause) {
+  if (ends) return kPauses.size();
+  unsigned seconds = 0;
+  if (pause.size() > 9) return 0;
+  for (const char digit : pause) {
+    if (digit < '0' || digit > '9') return 0;
+    seconds = 10 * seconds + static_cast<unsigned>(digit - '0');
+  }
+  return static_cast<size_t>(std::upper_bound(kPauses.begin(), kPauses.end(), seconds) - kPauses.begin());
+}
+
+void Gittins::request(std::span<const Key> path, double now, size_t pause) {
   changes_++;
   grow_older(now);
   found_.clear();
@@ -32,7 +46,7 @@ void Gittins::request(std::span<const Key> path, double now, bool ends) {
     unknown += found_.back().number == kNone;
   }
   const size_t size = std::min<size_t>(static_cast<size_t>(std::bit_width(unknown)), sizes_ - 1);
-  const size_t kind = ends ? size + sizes_ : size;
+  const size_t kind = pause ? sizes_ + pause - 1 : size;
   // The new groups, one for each count of reuses, in the order in which they are needed.
   Number fresh[kReuses];
   size_t count = 0;

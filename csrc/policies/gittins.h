@@ -37,7 +37,8 @@ class Gittins {
 
   explicit Gittins(size_t sizes);
 
-  void request(std::span<const Key> path, double now, bool ends);  // ends: said to end its session
+  static size_t announced(bool ends, std::string_view pause);
+  void request(std::span<const Key> path, double now, size_t pause);  // as announced
   bool admit(const Key& key);                  // false if it is held
   bool forget(const Key& key, bool evicted);   // false if it is not held
   std::optional<bool> prefers(const Key& newcomer, const Key& victim) const;  // nullopt if the victim is not known

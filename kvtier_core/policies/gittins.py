@@ -1,7 +1,7 @@
 """Evicts the chunk that is least likely to return soon for the space it takes, by learned odds and Gittins' index.
 
-The class of a chunk is its number of requests so far (one, two, more), the number of new chunks in the last request
-that named it, by powers of two, and whether the client announced with that request the end of its session. For each
+The class of a chunk is its number of requests so far (one, two, more), and the number of new chunks in the last request
+that named it, by powers of two; or the pause that the client announced with that request. For each
 class a life table has the share of chunks idle for a given time that returned within the next step of age; it learns
 from held chunks and from four ghosts for each of them. The index of a class at an age is the best rate, over all
 horizons, of returns per second of space. The lowest index is evicted first, and a newcomer whose index is lower still
@@ -33,8 +33,12 @@ from kvtier_core.types import ChunkKey
 _REUSES = 3
 #: Number of powers of two of new chunks in a request that are distinguished.
 _SIZES = 10
-#: The hint that no request will continue this one. It is not a command: its value is learned.
-HINT, _ENDS = "session", "ends"
+#: The hints that a client will not continue this request, and that it will only after so many seconds. They are no
+#: commands: what they are worth is learned. Shorter pauses than the first step do not count: to announce one that lasts
+#: longer would pay.
+HINTS, _ENDS, _PAUSES = ("session", "pause"), "ends", (64, 256, 1024, 4096)
+#: A pause has at most this many digits.
+_DIGITS = 9
 #: Number of ghosts for each held key, and the least number that is kept.
 _GHOSTS = 4
 _FEW = 64
@@ -86,12 +90,20 @@ class _Cell:
     awaited: bool = False  #: `_due` has an entry for its oldest group
 
 
+def _announced(session: str | None, pause: str | None) -> int:
+    """The number of steps of a pause that has been reached: all if the session ends, 0 without a hint."""
+    if session == _ENDS:
+        return len(_PAUSES)
+    seconds = int(pause) if pause and len(pause) <= _DIGITS and pause.isascii() and pause.isdigit() else 0
+    return bisect.bisect_right(_PAUSES, seconds)
+
+
 class Gittins(EvictionPolicy):
     """The policy; ``sizes`` powers of two of new chunks in a request are distinguished, 1 to 32."""
 
     def __init__(self, sizes: int) -> None:
         self._sizes = sizes
-        self._kinds = 2 * sizes  # of requests: of each size, and again of each size if the session ends
+        self._kinds = sizes + len(_PAUSES)  # of requests: by their size, or by the pause that is announced
         self._group: dict[ChunkKey, _Group] = {}  # of held keys and of ghosts
         self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()  # the oldest first
         self._table = LifeTable(_REUSES, self._kinds)
@@ -104,7 +116,8 @@ class Gittins(EvictionPolicy):
     def request(self, path: Sequence[ChunkKey], now: float, hints: Mapping[str, str]) -> None:
         self._grow_older(now)
         size = min(sum(key not in self._group for key in path).bit_length(), self._sizes - 1)
-        kind = size + self._sizes if hints.get(HINT) == _ENDS else size
+        step = _announced(*map(hints.get, HINTS))
+        kind = self._sizes + step - 1 if step else size
         fresh: dict[int, _Group] = {}
         for key in reversed(path):  # leaf before root, so that a prefix is evicted last of its group
             before = self._group.get(key)

@@ -142,6 +142,37 @@ def test_chunks_of_sessions_that_are_said_to_end_leave_first_unless_they_come_ba
 
 
 @both_simple
+@pytest.mark.parametrize("they_lie", [False, True])
+def test_chunks_of_a_client_that_pauses_leave_first_unless_its_pauses_are_short(simple, they_lie):
+    policy, pause = simple.open(), {"pause": "600"}
+    for now in range(0, 40_000, 100):
+        goes_on, paused = numbered([now + 1, now + 2])
+        policy.request([goes_on], now * 1.0, {})
+        policy.request([paused], now * 1.0, pause)
+        policy.request([goes_on], now + 9.0, {})
+        if they_lie:
+            policy.request([paused], now + 9.0, pause)
+    for key, now, hints in ((LOVED, 40_000.0, {}), (NEWCOMER, 40_000.4, pause)):
+        policy.request([key], now, hints)
+        policy.admit(key, 1)
+    assert next(policy.victims()) == (LOVED if they_lie else NEWCOMER)
+
+
+@both_simple
+@pytest.mark.parametrize("said", ["63", "soon", "1234567890", ""])
+def test_a_pause_that_is_short_or_no_number_changes_nothing(simple, said):
+    silent, saying = simple.open(), simple.open()
+    for now in range(0, 5000, 7):
+        path = numbered([now % 11, now % 13 + 20])
+        silent.request(path, now * 1.0, {})
+        saying.request(path, now * 1.0, {"pause": said})
+        if now < 70:
+            for each in (silent, saying):
+                each.admit(path[0], 1)
+    assert [*silent.victims()] == [*saying.victims()] and silent.save() == saying.save()
+
+
+@both_simple
 def test_gittins_is_warm_after_a_restart(simple):
     before, after = simple.open(), simple.open()
     taught(before)

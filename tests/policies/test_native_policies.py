@@ -29,7 +29,14 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 KEYS = make_keys(90)
 #: Seconds from one request to the next: less than the first step of age, and more than the last.
 PAUSES = (0.0, 0.001, 0.2, 0.5, 3.0, 61.0, 3600.0, 86400.0, 1e6)
-HINTS = ({}, {"session": "ends"}, {"session": "goes on", "turn": "ends"})
+HINTS = (
+    {},
+    {"session": "ends"},
+    {"session": "goes on", "turn": "ends"},
+    *({"pause": text} for text in ("63", "64", "0256", "4096", "999999999")),
+    *({"pause": text} for text in ("", "-64", "64 s", "1e3", "1234567890", "\u0661\u0662\u0663", "64\0", "\udce9")),
+    {"session": "ends", "pause": "64"},
+)
 
 
 def compiled(kind: str) -> EvictionPolicy:

@@ -76,11 +76,18 @@ def test_a_word_that_no_policy_of_ours_reads_is_logged_once(caplog):
     caplog.set_level("INFO", "kvtier")
     words = UnreadWords()
     for _ in range(2):
-        for said in ({"kvtier.session": "ends"}, {"kvtier.sesion": "ends"}, {"kvtier.session": 1}, {"other": 1}, None):
+        for said in (
+            {"kvtier.session": "ends"},
+            {"kvtier.pause": "600"},
+            {"kvtier.sesion": "ends"},
+            {"kvtier.session": 1},
+            {"other": 1},
+            None,
+        ):
             words.look(said, hinted(None, said))
     typo, malformed = caplog.messages
     assert "kvtier.sesion in kv_transfer_params: a hint for other policies than kvtier's own; kvtier reads " in typo
-    assert "kvtier.load, kvtier.store, kvtier.session" in typo
+    assert "kvtier.load, kvtier.store, kvtier.session, kvtier.pause" in typo
     assert "kvtier.session in kv_transfer_params: malformed" in malformed
 
 

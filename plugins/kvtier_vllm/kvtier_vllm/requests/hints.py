@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from vllm.v1.request import Request
 
 from kvtier_core.outside import Printable, printable
-from kvtier_core.policies.gittins import HINT
+from kvtier_core.policies.gittins import HINTS
 from kvtier_vllm.requests.words import OWN, WORDS, fault
 
 logger = logging.getLogger("kvtier")
@@ -57,9 +57,10 @@ def _remark(word: str, value: object, hints: Mapping[str, str]) -> str:
         return ""
     if (hint := word.removeprefix(_PREFIX)) not in hints:
         return "malformed or too long, so ignored"
-    if hint == HINT:
+    if hint in HINTS:
         return ""
-    return f"a hint for other policies than kvtier's own; kvtier reads {', '.join((*OWN, _PREFIX + HINT))}"
+    read = ", ".join((*OWN, *(_PREFIX + each for each in HINTS)))
+    return f"a hint for other policies than kvtier's own; kvtier reads {read}"
 
 
 def hints_of(request: Request) -> Mapping[str, str]:
