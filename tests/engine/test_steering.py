@@ -54,6 +54,14 @@ def pinned(served):
     return Counter(served.manager.pins_by_holder())
 
 
+def test_a_prompt_is_found_under_its_salt_alone(host, path):
+    served = host()
+    served.ask("first", PROMPT, identity=KVIdentity.of("ours"))
+    for salt in ("ours", "theirs", ""):
+        chunks = told(served, path, prompt=PROMPT, cache_salt=salt)["chunks"]
+        assert [chunk["tiers"][:1] for chunk in chunks] == 4 * [["heap"] if salt == "ours" else []]
+
+
 def test_a_pinned_prompt_stays_in_memory_until_it_is_unpinned(host, path):
     served = host()
     served.ask("first", PROMPT)

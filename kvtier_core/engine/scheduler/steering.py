@@ -1,4 +1,4 @@
-"""What an engine is asked over its status socket and only the owner can answer: a class of another package does."""
+"""Questions over the status socket that only the owner can answer: an installed package has the class that does."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Name = Callable[[Sequence[int], str], tuple[list[ChunkKey], bytes]]
 
 
 class Steering:
-    """Answers, and does what is asked; this one without that package. ``clock`` returns seconds.
+    """Answers, and does what is asked. This one refuses all, and is used if no package has another.
 
-    The owner calls every method, but any thread `why_not`.
+    The owner calls every method; `why_not` is called on any thread. ``clock`` returns seconds.
     """
 
     def __init__(self, stack: Stack, chunk_tokens: int, name: Name, clock: Callable[[], float]):

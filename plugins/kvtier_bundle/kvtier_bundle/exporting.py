@@ -27,8 +27,8 @@ from kvtier_core.interfaces import Stored, TokenDatabase
 from kvtier_core.layouts import marked
 from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.stack.store_tier.request_log import keys_beside
-from kvtier_core.types import KEY_NBYTES, ChunkKey, EnvSecret, Namespace, size
-from kvtier_doctor.explain import PROMPT, tokens_of
+from kvtier_core.types import KEY_NBYTES, ChunkKey, Namespace, size
+from kvtier_doctor.explain import PROMPT, add_salt_to, salt_of, tokens_of
 from kvtier_doctor.stores import store_tier, walk
 
 #: If the file does not set ``chunk_tokens``, lengths of chunks up to this are tried.
@@ -56,12 +56,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         metavar="FILE",
         help=f"only the chunks of {PROMPT}; it has no adapter and no images; may be repeated",
     )
-    parser.add_argument(
-        "--cache-salt",
-        type=EnvSecret.parse,
-        metavar="env:NAME",
-        help="the environment variable with the cache_salt of the prompts",
-    )
+    add_salt_to(parser, "the cache_salt of the prompts")
     parser.set_defaults(run=run)
 
 
@@ -75,7 +70,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     with walk(tier) as found:
         chosen = _frames_of(form, found)
         if options.prompt:
-            identity = KVIdentity.of(options.cache_salt.value if options.cache_salt else "")
+            identity = KVIdentity.of(salt_of(options))
             chosen = _Prompts(config, form, chosen, identity).frames(options.prompt, say)
         with _stream(form) if streams else _file(Path(options.bundle), form, chosen) as writer:
             left_out = _copy(chosen, form, writer, output)

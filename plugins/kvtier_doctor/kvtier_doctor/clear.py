@@ -13,7 +13,8 @@ from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError, Gone, Problem
 from kvtier_core.layouts import tenant_mark
 from kvtier_core.types import size
-from kvtier_doctor.stores import add_tenant_to, tenant_frames, walk
+from kvtier_doctor.explain import add_salt_to, salt_of
+from kvtier_doctor.stores import tenant_frames, walk
 
 _DIGEST = re.compile(r"[0-9a-f]{2,64}")
 
@@ -27,7 +28,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("file")
     parser.add_argument("--tier", help="only this tier, such as disk or disk#2")
     parser.add_argument("--namespace", help="only frames of this identity: its first digits, as an engine logs it")
-    add_tenant_to(parser, "only frames of requests with this cache_salt")
+    add_salt_to(parser, "only frames of requests with this cache_salt")
     parser.add_argument("--shared", action="store_true", help="also from stores that other engines may use")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.set_defaults(run=run)
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
             [Problem("--namespace", options.namespace, why, "copy an even number of digits from the log")]
         )
     chosen = _chosen(options)
-    tenant = tenant_mark(options.cache_salt.value) if options.cache_salt else b""
+    tenant = tenant_mark(salt_of(options))
     what = f"all frames of identity {options.namespace}…" if options.namespace else "everything"
     what += f" of the tenant of {options.cache_salt}" if tenant else ""
     names = ", ".join(tier.name for tier in chosen)

@@ -27,13 +27,14 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "explain",
         help="say why requests of a running engine hit or missed",
         description="Say why one request, or each of the last ten, hit or missed, or where the chunks of a prompt are. "
-        "A prompt is treated as one without cache_salt, adapter and images.",
+        "A prompt is treated as one without adapter and images.",
     )
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "request", nargs="?", metavar="REQUEST_ID", help="the id of a request, as the client or the log shows it"
     )
     asked.add_argument("--prompt", type=Path, metavar="FILE", help=PROMPT)
+    add_salt_to(parser, "the cache_salt of the prompt")
     engines.add_to(parser)
     parser.set_defaults(run=run)
 
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     """The reason, or a line for each run of chunks. Raises BackendError if no engine answers."""
     question: dict[str, Any] = {"request": options.request} if options.request else {"requests": _LAST}
     if options.prompt:
-        question = {"prompt": tokens_of(options.prompt)}
+        question = {"prompt": tokens_of(options.prompt), "cache_salt": salt_of(options)}
     paths = engines.found(options.socket)
     answers = {str(path): engines.ask(path, question) for path in paths}
     for each in paths if options.prompt else ():
@@ -64,10 +65,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return FINE if told else PROBLEMS
 
 
-def add_salt_to(parser: Any) -> Any:
+def add_salt_to(parser: Any, what: str = "the cache_salt of the tenant") -> Any:
     """Add ``--cache-salt``; returns the parser."""
-    what = "the environment variable with the cache_salt of the tenant, env:NAME"
-    parser.add_argument("--cache-salt", type=EnvSecret.parse, metavar="env:NAME", help=what)
+    named = f"{what}: the environment variable that has it"
+    parser.add_argument("--cache-salt", type=EnvSecret.parse, metavar="env:NAME", help=named)
     return parser
 
 

@@ -22,7 +22,8 @@ from kvtier_core.layouts import tenant_mark
 from kvtier_core.outside import LONGEST_PATH, printable
 from kvtier_core.stack.store_tier.request_log import keys_beside
 from kvtier_core.types import FRAME_HEADER_NBYTES, ChunkKey, Nbytes, size
-from kvtier_doctor.stores import add_tenant_to, store_tier, tenant_frames, walk
+from kvtier_doctor.explain import add_salt_to, salt_of
+from kvtier_doctor.stores import store_tier, tenant_frames, walk
 
 if TYPE_CHECKING:
     from kvtier_core.encoding.keyed_seal import KeyedSeal
@@ -54,7 +55,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("tier", help="the name of a tier: its type, or disk#2 for the second of that type")
     parser.add_argument("--config", required=True, help="the configuration file that names the tier")
-    add_tenant_to(parser, "report whole frames of requests with this cache_salt too, as after their erasure")
+    add_salt_to(parser, "also report frames of requests with this cache_salt, which were erased")
     parser.add_argument(
         "--repair", action="store_true", help="remove what no engine can ever use, and frames with this cache_salt"
     )
@@ -69,7 +70,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace, output: Output) -> int:
     """A line for everything that cannot be served or was erased, then totals. Raises ConfigError and BackendError."""
     tier = store_tier(options.config, options.tier)
-    mark = tenant_mark(options.cache_salt.value) if options.cache_salt else b""
+    mark = tenant_mark(salt_of(options))
     removable = set(Finding) - _HARMLESS if options.repair else set()
     if options.remove_incompatible:
         removable.add(Finding.INCOMPATIBLE)

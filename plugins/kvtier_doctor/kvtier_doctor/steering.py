@@ -26,7 +26,7 @@ _SHARE = 4
 #: Chunks that a prefetch requests at a time.
 _PIECE = 128
 #: The questions that an engine's owner answers: their fields, of which those in brackets may be left out.
-_QUESTIONS = ("prompt", "prefetch [cache_salt]", "pin prompt [cache_salt] [seconds]", "unpin", "pins")
+_QUESTIONS = ("prompt [cache_salt]", "prefetch [cache_salt]", "pin prompt [cache_salt] [seconds]", "unpin", "pins")
 
 
 @attrs.define
@@ -75,8 +75,8 @@ class Pins:
     def _look(self, name: str, pin: _Pin) -> tuple[Lookup, int]:
         """Also returns how many chunks have room: a chunk may have several parts, each in a slot."""
         found = self._stack.lookup(pin.path, PINNED + name, pin.terms)
-        while pin.path and self._stack.pins_by_holder()[PINNED + name] > pin.room:
-            pin.path = pin.path[:-1]
+        while (slots := self._stack.pins_by_holder()[PINNED + name]) > pin.room:
+            pin.path = pin.path[: len(pin.path) * pin.room // slots]
             found = self._stack.lookup(pin.path, PINNED + name, pin.terms)
         asked, pin.pending = len(pin.path), found.pending
         pin.path = pin.path[: found.chunks + found.pending]
@@ -136,7 +136,7 @@ class EngineSteering(Steering):
 
     def answer(self, asked: Answer) -> Answer:
         path, salt = self.name(asked.get("prefetch", asked.get("prompt", ())), asked.get("cache_salt", ""))
-        if asked.keys() == {"prompt"}:
+        if "prompt" in asked and "pin" not in asked:
             places = zip(path, self.stack.whereabouts(path), strict=True)
             chunks = [{"key": key.hex(), **attrs.asdict(place)} for key, place in places]
             return {"tokens": len(asked["prompt"]), "chunk_tokens": self.chunk_tokens, "chunks": chunks}

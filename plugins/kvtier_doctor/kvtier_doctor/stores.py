@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import secrets
@@ -18,7 +17,7 @@ from kvtier_core.interfaces import OpenContext, Stored, SupportsNamespaces, Supp
 from kvtier_core.layouts import ChunkLayout, is_marked
 from kvtier_core.storekit.folder import folders
 from kvtier_core.storekit.folder_lock import remove_if_unused
-from kvtier_core.types import EnvSecret, Namespace
+from kvtier_core.types import Namespace
 
 
 def store_tier(file: str, name: str) -> StoreTierConfig:
@@ -34,13 +33,6 @@ def walk(tier: StoreTierConfig) -> contextlib.AbstractContextManager[Iterator[St
     if not isinstance(tier.config, SupportsWalk):
         raise BackendError(f"a tier of type {tier.config.type} cannot list its frames")
     return tier.config.walk()
-
-
-def add_tenant_to(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option that names a tenant."""
-    parser.add_argument(
-        "--cache-salt", type=EnvSecret.parse, metavar="env:NAME", help=f"{what}, from the environment variable"
-    )
 
 
 def tenant_frames(tier: StoreTierConfig, mark: bytes) -> Callable[[Stored], bool]:
