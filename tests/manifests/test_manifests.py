@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 
 import pytest
+import yaml
 from kustomized import (
     FOLDER,
     KUSTOMIZATION,
@@ -29,7 +30,9 @@ from patience import HANG
 from servers.kvtier import KVTIER
 from source_copy import ROOT
 
+from kvtier_core.cli import parser
 from kvtier_core.config.model import ArenaTierConfig
+from kvtier_fleet.settings import load
 
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
 #: What `restricted` of Pod Security allows, and hostPath, which only the layouts that share a node need.
@@ -270,11 +273,37 @@ def test_the_image_of_the_server_has_all_that_its_tiers_and_its_packages_need(tm
     text = (ROOT / "examples/serve/Containerfile").read_text()
     built = {ROOT / "plugins" / name for name in re.findall(r"/src/plugins/(\w+)", text)}
     (file,) = (text for _, container, text in files(objects("server")) if container["name"] == "kvtier")
-    needed = {f"kvtier-{tier.config.type}" for tier in config_of(file, tmp_path).tiers} | {"kvtier-serve"}
+    needed = {f"kvtier-{tier.config.type}" for tier in config_of(file, tmp_path).tiers} | {
+        "kvtier-serve",
+        "kvtier-fleet",
+    }
     for folder in built:
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         needed |= set(re.findall(r"kvtier-\w+", " ".join(project["dependencies"])))
     assert needed <= {folder.name.replace("_", "-") for folder in built}
+
+
+def test_the_fleet_is_that_of_the_servers_and_may_ask_them(tmp_path):
+    manifests = [*yaml.safe_load_all((FOLDER / "fleet.yaml").read_text()), *objects("server")]
+    fleet, service = named(manifests, "Deployment", "kvtier-fleet"), named(manifests, "Service", "kvtier")
+    template = fleet["spec"]["template"]
+    assert list(broken_rules(template["spec"], on_the_node=False)) == []
+    assert fleet["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
+    settings = tmp_path / "fleet.yaml"
+    settings.write_text(named(manifests, "ConfigMap", "kvtier-fleet")["data"]["fleet.yaml"])
+    (operators,) = (port["port"] for port in service["spec"]["ports"] if port["name"] == "operators")
+    for container in template["spec"]["containers"]:
+        asked = parser().parse_args(container["command"][1:])
+        assert str(asked.config) == "/config/fleet.yaml"
+        assert all(each.startswith("127.0.0.1:") for each in getattr(asked, "http", []))
+        assert container["image"] in {image["name"] for image in KUSTOMIZATION["images"]}
+        for variable in container["env"]:
+            secret = variable["valueFrom"]["secretKeyRef"]
+            assert secret["key"] in secrets_of_the_page(secret["name"])
+    assert load(settings).servers == (f"kvtier:{operators}",)
+    policy = named(manifests, "NetworkPolicy", "kvtier")["spec"]["ingress"]
+    (may_ask,) = (rule["from"] for rule in policy if rule["ports"] == [{"port": "operators"}])
+    assert {"podSelector": {"matchLabels": template["metadata"]["labels"]}} in may_ask
 
 
 def test_one_pod_at_a_time_is_replaced():
