@@ -424,6 +424,14 @@ MUTANTS = (
         TENANT_TESTS + "test_a_tenant_is_removed_alone_and_its_receipt_can_be_checked[sealed]",
     ),
     Mutant(
+        "a-tenant-is-cleared-in-part",
+        "plugins/kvtier_doctor/kvtier_doctor/clear.py",
+        "[tenant_frames(tier, tenant) for tier in chosen]",
+        "(tenant_frames(tier, tenant) for tier in chosen)",
+        "plugins/kvtier_doctor/tests/test_tier_commands.py::"
+        "test_clear_removes_nothing_of_a_tenant_if_a_tier_hides_its_keys_and_the_secret_is_missing",
+    ),
+    Mutant(
         "a-tenant-is-its-adapters",
         "kvtier_core/engine/request_view.py",
         "tenant=tenant_mark(cache_salt)",

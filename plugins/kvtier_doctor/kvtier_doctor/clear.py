@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
+from collections.abc import Callable
 
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, agreed
 from kvtier_core.config.load import load_config
 from kvtier_core.config.model import StoreTierConfig
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError, ConfigError, Gone, Problem
+from kvtier_core.interfaces import Stored
 from kvtier_core.layouts import tenant_mark
 from kvtier_core.types import size
 from kvtier_doctor.explain import add_salt_to, salt_of
@@ -45,13 +47,14 @@ def run(options: argparse.Namespace, output: Output) -> int:
     tenant = tenant_mark(salt_of(options))
     what = f"all frames of identity {options.namespace}…" if options.namespace else "everything"
     what += f" of the tenant of {options.cache_salt}" if tenant else ""
+    condemned = [tenant_frames(tier, tenant) for tier in chosen]  # before anything is removed: a secret may be missing
     names = ", ".join(tier.name for tier in chosen)
     if not options.yes and not agreed(f"Remove {what} from {names}? [y/N] "):
         output.warn("nothing was removed")
         return PROBLEMS
     output.value = {}
-    for tier in chosen:
-        removed, errors = _clear(tier, options.namespace, tenant)
+    for tier, is_condemned in zip(chosen, condemned, strict=True):
+        removed, errors = _clear(tier, options.namespace, is_condemned)
         output.value[tier.name] = {**removed, "failed": errors}
         output.say(f"{tier.name}: {removed['frames']} frames removed, {size(removed['nbytes'])}")
         for error in errors:
@@ -73,13 +76,14 @@ def _chosen(options: argparse.Namespace) -> list[StoreTierConfig]:
     return chosen
 
 
-def _clear(tier: StoreTierConfig, namespace: str | None, tenant: bytes) -> tuple[Counter[str], list[str]]:
+def _clear(
+    tier: StoreTierConfig, namespace: str | None, is_condemned: Callable[[Stored], bool]
+) -> tuple[Counter[str], list[str]]:
     """Remove frames; returns their number and bytes, and the errors of frames that remain."""
     removed, errors = Counter(frames=0, nbytes=0), []
-    is_of_tenant = tenant_frames(tier, tenant)
     with walk(tier) as found:
         for stored in found:
-            if stored.home is None or not _is_of(stored.home, namespace) or not is_of_tenant(stored):
+            if stored.home is None or not _is_of(stored.home, namespace) or not is_condemned(stored):
                 continue
             try:
                 stored.remove()

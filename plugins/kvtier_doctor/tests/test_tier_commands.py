@@ -252,6 +252,15 @@ def test_clear_and_fsck_tell_the_tenants_of_a_shared_store_apart(folder, capsys,
     assert frames(folder) == 3
 
 
+def test_clear_removes_nothing_of_a_tenant_if_a_tier_hides_its_keys_and_the_secret_is_missing(folder, monkeypatch):
+    monkeypatch.setenv("OURS", "ours")
+    own = "{{type: disk, capacity: 1GiB, path: {}}}".format
+    write_file(own("store"), own("other, seal_key: 'env:NOT_SET'"))
+    filled(folder / "store", mark=tenant_mark("ours"))
+    assert main(["clear", "kvtier.yaml", "--yes", "--cache-salt", "env:OURS"]) == USAGE
+    assert frames(folder) == 3
+
+
 @pytest.mark.parametrize("answer, left", [("y", 0), ("n", 3), ("", 3)])
 def test_clear_asks_before_it_removes(folder, capsys, monkeypatch, answer, left):
     filled(folder / "store")
