@@ -33,9 +33,9 @@ from kvtier_core.types import ChunkKey
 _REUSES = 3
 #: Number of powers of two of new chunks in a request that are distinguished.
 _SIZES = 10
-#: The hints that a client will not continue this request, and that it will only after so many seconds. They are no
-#: commands: what they are worth is learned. Shorter pauses than the first step do not count: to announce one that lasts
-#: longer would pay.
+#: The hints that a client will not continue this request, or only after a number of seconds. They are not commands:
+#: their value is learned. Pauses shorter than the first step do not count, because to announce a short one before a
+#: long one would pay (benchmarks/EVICTION.md).
 HINTS, _ENDS, _PAUSES = ("session", "pause"), "ends", (64, 256, 1024, 4096)
 #: A pause has at most this many digits.
 _DIGITS = 9

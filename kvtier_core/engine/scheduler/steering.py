@@ -18,7 +18,7 @@ Name = Callable[[Sequence[int], str], tuple[list[ChunkKey], bytes]]
 
 
 class Steering:
-    """Answers, and does what is asked. This one refuses all, and is used if no package has another.
+    """Answers questions and carries out orders. This class refuses all; it is used if no package has another.
 
     The owner calls every method; `why_not` is called on any thread. ``clock`` returns seconds.
     """
@@ -31,14 +31,14 @@ class Steering:
         return "expected one of: status, request, requests; others need kvtier-doctor: pip install 'kvtier[doctor]'"
 
     def answer(self, asked: Answer) -> Answer:
-        """Do what was asked, or refuse it as a whole."""
+        """Carry out an order or refuse it, as a whole."""
         return {"error": self.why_not(asked)}
 
     def step(self) -> None:
         """The engine makes a step."""
 
     def end(self) -> None:
-        """Release everything: what is stored is not found any more."""
+        """Release all pins: the engine closes, or its namespace has changed."""
 
 
 @functools.cache
