@@ -9,26 +9,26 @@ import socket
 import threading
 import time
 import tracemalloc
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import attrs
+import numpy as np
 
 from benchmarks.measure import Case, Table, interleaved, progress, scratch, sized
 from kvtier_core.policies.lru import LruConfig
 from kvtier_core.types import ChunkKey, Nbytes
-from kvtier_peers.digest import FINGERPRINT_NBYTES, Changes, Copy, Digest, Memory, fingerprints, holders
+from kvtier_peers.digest import FINGERPRINT_NBYTES, Changes, Digest, Memory
 from kvtier_peers.link import Following, Link
 from kvtier_peers.listener import pace
+from kvtier_peers.table import DigestTable
 from kvtier_simulate import stacks
 from kvtier_simulate.dry_run import Clock, open_dry_run
 from kvtier_simulate.replay import serve
 from kvtier_simulate.study import layout_of
 from kvtier_simulate.traces import Trace, read_trace
-from kvtier_testing.samples import make_keys
 
 NODES = sized((10, 100, 1000), (10,))
 SHOWN = 4096  # chunks of a node: 64 GiB in chunks of 16 MiB, 128 tokens of an 8B model
@@ -47,9 +47,9 @@ def tables(folder: Path) -> Iterator[Table]:
     exchange = _exchange()
     yield Table(
         title="Peers: digests and lookups in a fleet",
-        says=f"Each other node shows {SHOWN} chunks of its own. A lookup is of {KEYS} keys that no node has: "
-        f"median (min to max) of {ROUNDS} rounds. Found in vain is the share of {ABSENT} absent keys that a digest "
-        "seems to have. To send 32 changes to one peer and to receive them takes "
+        says=f"Each other node shows {SHOWN} chunks of its own. A lookup is of {KEYS} keys that no node has, each "
+        f"time of others: median (min to max) of {ROUNDS} rounds. Found in vain is the share of {ABSENT} absent keys "
+        "that a digest seems to have. To send 32 changes to one peer, to receive and to apply them takes "
         f"{exchange * 1e6:.0f} µs of one process that does both, over TCP on the loopback interface; the last columns "
         "are how often a node may send them, and the share of a core that sending and receiving take if all nodes "
         "change all the time.",
@@ -97,12 +97,16 @@ def tables(folder: Path) -> Iterator[Table]:
 def _lookups(nodes: int, exchange: float) -> tuple[object, ...]:
     progress(f"fleet: digests of {nodes} nodes")
     tracemalloc.start()
-    copies = [_copy_of(os.urandom(SHOWN * FINGERPRINT_NBYTES)) for _ in range(nodes)]
+    digests: DigestTable[int] = DigestTable()
+    for node in range(nodes):
+        shown = np.unique(np.frombuffer(os.urandom(SHOWN * FINGERPRINT_NBYTES), np.uint32))
+        digests.apply(digests.enter(node), Changes(0, 1, come=shown))
     memory = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    times = interleaved([Case("lookup", partial(holders, make_keys(KEYS), copies))], ROUNDS, repeats=3)
-    wanted = set(fingerprints([ChunkKey(os.urandom(32)) for _ in range(ABSENT)]))
-    vain = len(set().union(*(copy.shown(wanted) for copy in copies))) / len(wanted)
+    absent = [ChunkKey(os.urandom(32)) for _ in range(ABSENT)]
+    others = cycle(absent[at : at + KEYS] for at in range(0, ABSENT, KEYS))  # the last ones are in no cache
+    times = interleaved([Case("lookup", lambda: digests.holders(next(others)))], ROUNDS, repeats=1)
+    vain = sum(map(bool, digests.holders(absent))) / ABSENT
     wait = pace(nodes, 0)
     seconds = times.seconds["lookup"]
     spread = f"{times.median('lookup') * 1e6:.0f} ({min(seconds) * 1e6:.0f} to {max(seconds) * 1e6:.0f})"
@@ -118,30 +122,29 @@ def _lookups(nodes: int, exchange: float) -> tuple[object, ...]:
     )
 
 
-def _copy_of(shown: bytes) -> Copy:
-    copy = Copy()
-    copy.apply(Changes(0, 1, come=frozenset(array("I", shown))))
-    return copy
-
-
 def _exchange(times: int = 2000) -> float:
-    """Seconds to ask for 32 changes, and to send and receive them."""
-    draw = random.Random(0)
-    changes = [frozenset(draw.getrandbits(32) for _ in range(16)) for _ in range(2)]
+    """Seconds to ask for 32 changes, to send and receive them, and to apply them to a digest of `SHOWN` chunks."""
+    shown = np.unique(np.frombuffer(os.urandom(SHOWN * FINGERPRINT_NBYTES), np.uint32))
+    some, others = shown[:16], shown[16:32]
+    digests: DigestTable[str] = DigestTable()
+    number = digests.enter("the sender")
+    version = digests.apply(number, Changes(0, 1, come=np.setdiff1d(shown, others)))
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = Link(socket.create_connection(server.getsockname()), 10.0)
         theirs = Link(server.accept()[0], 10.0)
 
     def answer() -> None:
-        for _ in range(times):
-            assert isinstance(theirs.question(), Following)
-            theirs.tell(Changes(1, 2, *changes))
+        for at in range(times):
+            question = theirs.question()
+            assert isinstance(question, Following)
+            changed = (others, some) if at % 2 else (some, others)
+            theirs.tell(Changes(question.version, question.version + 1, *changed))
 
     thread = threading.Thread(target=answer)
     thread.start()
     begun = time.process_time()
     for _ in range(times):
-        ours.follow(1, 1.0)
+        version = digests.apply(number, ours.follow(version, 1.0))
     thread.join()
     ours.close()
     theirs.close()
@@ -174,20 +177,17 @@ def _made_up(folder: Path, nodes: int) -> Trace:
 
 
 class _Node:
-    def __init__(self, chunk_tokens: int):
+    def __init__(self, chunk_tokens: int, digests: DigestTable[_Node]):
         layout = layout_of(chunk_tokens, TOKEN_NBYTES)
         capacity = Nbytes(SLOTS * layout.frame_nbytes)
         self.manager = open_dry_run(stacks.stack_of([capacity], [LruConfig()], chunk_tokens), layout, Clock(), SLOTS)
         memory = Memory(self.manager.arenas[0].index.resident)
         self.digest = Digest(b"", lambda: [memory])
-        self.copy = Copy()  #: that of every other node
+        self.number, self.version = digests.enter(self), 0
         self.read = Counter[str]()
 
     def has(self, key: ChunkKey) -> bool:
         return self.manager.arenas[0].has(key)
-
-    def shown(self, wanted: set[int]) -> set[int]:
-        return self.copy.shown(wanted)
 
 
 @attrs.define
@@ -203,7 +203,8 @@ class _Counts:
 
 
 def _replayed(trace: Trace, count: int, routing: str) -> tuple[object, ...]:
-    nodes = [_Node(trace.chunk_tokens) for _ in range(count)]
+    digests: DigestTable[_Node] = DigestTable()
+    nodes = [_Node(trace.chunk_tokens, digests) for _ in range(count)]
     draw, counts, changed, due = random.Random(1), _Counts(), dict[int, _Node](), 0.0
     of_session: dict[ChunkKey, int] = defaultdict(lambda: draw.randrange(count))
     seen: set[ChunkKey] = set()
@@ -211,12 +212,12 @@ def _replayed(trace: Trace, count: int, routing: str) -> tuple[object, ...]:
         if prompt.at >= due:
             due = prompt.at + pace(count, 0)
             for node in changed.values():
-                _publish(node, count, counts)
+                _publish(node, digests, count, counts)
             changed.clear()
         number = draw.randrange(count) if routing == "any node" else of_session[prompt.path[SYSTEM]]
         node = changed[number] = nodes[number]
         own = len(serve(node.manager, prompt.path, Counter()))
-        read = _of_peers(prompt.path[own:], node, nodes, counts, seen)
+        read = _of_peers(prompt.path[own:], node, digests, counts, seen)
         counts.tokens += prompt.tokens
         counts.own += trace.tokens_in(prompt, own)
         counts.of_peers += trace.tokens_in(prompt, own + read) - trace.tokens_in(prompt, own)
@@ -237,17 +238,20 @@ def _replayed(trace: Trace, count: int, routing: str) -> tuple[object, ...]:
     )
 
 
-def _publish(node: _Node, count: int, counts: _Counts) -> None:
+def _publish(node: _Node, digests: DigestTable[_Node], count: int, counts: _Counts) -> None:
     node.digest.look()
-    changes = node.digest.since(node.copy.version, 0)
-    node.copy.apply(changes)
+    changes = node.digest.since(node.version, 0)
+    node.version = digests.apply(node.number, changes)
     counts.sent_nbytes += (count - 1) * (HEAD_NBYTES + len(changes) * FINGERPRINT_NBYTES)
 
 
-def _of_peers(path: tuple[ChunkKey, ...], own: _Node, nodes: list[_Node], counts: _Counts, seen: set[ChunkKey]) -> int:
+def _of_peers(
+    path: tuple[ChunkKey, ...], own: _Node, digests: DigestTable[_Node], counts: _Counts, seen: set[ChunkKey]
+) -> int:
     """How many of these chunks peers have, from the first on, as digests and then their arenas say."""
     run, broken = 0, False
-    for key, found in zip(path, holders(path, [node for node in nodes if node is not own]), strict=True):
+    for key, nodes in zip(path, digests.holders(path), strict=True):
+        found = [node for node in nodes if node is not own]
         is_there = any(node.has(key) for node in found)
         counts.keys += bool(found)
         counts.vain += bool(found) and key not in seen

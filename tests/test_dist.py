@@ -155,7 +155,7 @@ def test_no_requirement_names_an_engine(built, name):
         ("kvtier_lossy", {"numpy"}),
         ("kvtier_mooncake", set()),
         ("kvtier_observers", set()),
-        ("kvtier_peers", set()),
+        ("kvtier_peers", {"numpy"}),
         ("kvtier_policies", set()),
         ("kvtier_redis", {"hiredis", "redis"}),
         ("kvtier_remote", {"msgspec"}),

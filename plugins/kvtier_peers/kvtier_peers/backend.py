@@ -11,12 +11,12 @@ from functools import partial
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import Backend, OpenContext
 from kvtier_core.types import ChunkKey
-from kvtier_peers.digest import holders
 from kvtier_peers.link import Door
 from kvtier_peers.listener import Shown, listen
 from kvtier_peers.peer import Peer
 from kvtier_peers.roster import Roster
 from kvtier_peers.settings import Address, PeersSettings
+from kvtier_peers.table import DigestTable
 from kvtier_peers.threads import started
 
 #: Number of frames whose senders are remembered until they are verified: more than are ever read at once.
@@ -35,6 +35,7 @@ class PeersBackend(Backend):
         self._timeout = ctx.timeout
         self._door = Door.of(config, ctx)
         self._secured = "TLS" if config.key else "a token" if config.token else "a secret of this account, on loopback"
+        self._digests: DigestTable[Peer] = DigestTable()
         self._peers: dict[Address, Peer] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -51,7 +52,8 @@ class PeersBackend(Backend):
 
     def holders(self, keys: Sequence[ChunkKey]) -> list[list[Peer]]:
         """For each key, the peers that show its frame, or seem to. No peer is asked."""
-        return holders(keys, self._there())
+        there = set(self._there())
+        return [[peer for peer in peers if peer in there] for peers in self._digests.holders(keys)]
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview]) -> Sequence[int | BackendError]:
         ends = time.monotonic() + self._timeout
@@ -114,7 +116,7 @@ class PeersBackend(Backend):
             for address in self._peers.keys() - addresses:
                 self._peers.pop(address).close()
             for address in addresses - self._peers.keys():
-                self._peers[address] = Peer(address, self._door, self._listener.door.number)
+                self._peers[address] = Peer(address, self._door, self._listener.door.number, self._digests)
             peers = list(self._peers.values())
         return [peer for peer in peers if peer.is_there()]
 

@@ -29,11 +29,10 @@ import socket
 import ssl
 import struct
 import time
-from array import array
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
 
 import attrs
+import numpy as np
 
 from kvtier_core.errors import BackendError
 from kvtier_core.interfaces import OpenContext
@@ -57,7 +56,6 @@ _NONCE_NBYTES = 32
 _QUESTION = struct.Struct("<BI")
 _NBYTES = struct.Struct("<Q")
 _CHANGES = struct.Struct("<QQII")
-_AT_A_TIME = 8192  # fingerprints that are sent while other Python threads wait
 _SHORTEST_TOKEN = 32
 _PIECE_NBYTES = 1 << 16  # of what is sent over TLS: each has its own time limit
 _CHANGES_WITHIN = 10.0  # seconds, in addition to those that the other side may wait
@@ -226,8 +224,8 @@ class Link:
         base, made, gone, come = _CHANGES.unpack(self.receive(_CHANGES.size))
         if max(gone, come) > MOST_CHUNKS:
             raise BackendError(f"it announces more than {MOST_CHUNKS} chunks")
-        marks = [array("I", self.receive(number * FINGERPRINT_NBYTES)) for number in (gone, come)]
-        return Changes(base, made, *map(frozenset, marks))
+        marks = [np.frombuffer(self.receive(number * FINGERPRINT_NBYTES), np.uint32) for number in (gone, come)]
+        return Changes(base, made, *map(np.unique, marks))
 
     def request(self, keys: Sequence[ChunkKey], most: Sequence[int]) -> None:
         """Ask for frames, each of at most ``most`` bytes; then call `frame` for each key."""
@@ -266,11 +264,7 @@ class Link:
         """Answer with the changes, which the other side must take within ten seconds."""
         self._ends = time.monotonic() + _CHANGES_WITHIN
         head = _CHANGES.pack(changes.base, changes.version, len(changes.gone), len(changes.come))
-        marks = chain(changes.gone, changes.come)
-        while part := array("I", islice(marks, _AT_A_TIME)):
-            self.send(head + part.tobytes())
-            head = b""
-        self.send(head)
+        self.send(head + changes.gone.tobytes() + changes.come.tobytes())
 
     def show(self, frame: memoryview | None) -> None:
         """Answer with a frame, or that it is not shown. Returns when all of it was copied; then call `showed`."""

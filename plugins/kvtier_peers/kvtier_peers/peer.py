@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey
-from kvtier_peers.digest import Copy, Fingerprint
 from kvtier_peers.link import TRIED, TRIED_NBYTES, VERSION, Door, Link, failure
 from kvtier_peers.settings import Address
+from kvtier_peers.table import DigestTable
 from kvtier_peers.threads import started
 
 logger = logging.getLogger("kvtier")
@@ -32,7 +32,7 @@ _PACE = 0.02
 class Peer:
     """All methods may be called on any thread. Failures of a connection count against the peer."""
 
-    def __init__(self, address: Address, door: Door, own: bytes):
+    def __init__(self, address: Address, door: Door, own: bytes, digests: DigestTable[Peer]):
         """``own`` is the number of this node."""
         self.address = address
         self.state = "not met yet"  #: for people
@@ -41,8 +41,9 @@ class Peer:
         self._idle: list[Link] = []
         self._lock = threading.Lock()
         self._seconds, self._nbytes, self._read_at = 0.0, 0.0, 0.0  # means of recent reads, and when the last one ended
-        self._copy = Copy()  # of its digest
-        self._followed: Link | None = None  # on which it is followed
+        self._digests = digests
+        self._followed: Link | None = None  # on which its digest comes
+        self._number: int | None = None  # for that digest
         self._boot = b""  # whose digest that is
         self._connected = False  # has it shown its digest, and not failed since?
         self._connecting = False
@@ -57,10 +58,6 @@ class Peer:
                 self._rests_until = time.monotonic() + _REST
                 self._connecting = started(self._connect, "peers-connect") is not None
             return self._connected
-
-    def shown(self, wanted: set[Fingerprint]) -> set[Fingerprint]:
-        """The fingerprints among these that it shows, or seems to, by its digest."""
-        return self._copy.shown(wanted)
 
     def read(self, keys: Sequence[ChunkKey], into: Sequence[memoryview], ends: float) -> Iterator[int]:
         """For each key, the bytes of its frame, once that is received; 0 if the peer no longer has it.
@@ -163,18 +160,22 @@ class Peer:
 
     def _follow(self, link: Link, boot: bytes) -> None:
         """Until it fails. Each connection begins with the whole digest, which is useless once it has ended."""
-        copy = Copy()
-        copy.apply(link.follow(0, _SILENCE))
+        changes = link.follow(0, _SILENCE)
+        with self._lock:
+            if self._followed is not link:
+                return
+            number = self._number = self._digests.enter(self)
+        version = self._digests.apply(number, changes)
         with self._lock:
             if self._followed is not link:
                 return
             self._connected, self._connecting, self._failures = True, False, 0
-            self._boot, self._copy = boot, copy
+            self._boot = boot
             self.state = "shares its frames"
         logger.info("kvtier: peers: %s shares its frames", self.address)
         while self._followed is link:
             begun = time.monotonic()
-            copy.apply(link.follow(copy.version, _SILENCE))
+            version = self._digests.apply(number, link.follow(version, _SILENCE))
             time.sleep(max(0.0, begun + _PACE - time.monotonic()))
 
     def _failed(self, error: BackendError) -> None:
@@ -195,6 +196,9 @@ class Peer:
         followed, self._followed = self._followed, None
         if followed:
             followed.hang_up()
+        number, self._number = self._number, None
+        if number is not None:
+            self._digests.leave(number)
 
     def _give_back(self, link: Link) -> None:
         with self._lock:

@@ -13,7 +13,6 @@ from servers.ports import free_port
 
 from kvtier_core.interfaces import OpenContext
 from kvtier_core.types import ChunkKey, EnvSecret, Seconds
-from kvtier_peers.backend import PeersBackend
 from kvtier_peers.config import PeersConfig
 from kvtier_testing.samples import make_context, make_frame, make_keys
 
@@ -66,9 +65,7 @@ def open_node(memory: Mapping[ChunkKey, memoryview] | None = None, ctx: OpenCont
     It has a token, since a `Proxy` may stand between it and others.
     """
     settings = {"listen": f"127.0.0.1:{free_port()}", "token": TOKEN, "patience": Seconds(10), **settings}
-    node = PeersBackend(
-        PeersConfig(**settings), attrs.evolve(ctx or make_context(), sealed={} if memory is None else memory)
-    )
+    node = PeersConfig(**settings).open(attrs.evolve(ctx or make_context(), sealed={} if memory is None else memory))
     node.address = settings["listen"]
     return node
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 import threading
 import time
+import tracemalloc
 from array import array
+from itertools import count
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from nodes import FRAMES, KEYS, finds, holders, open_node, read
 from patience import wait_until
@@ -17,8 +21,10 @@ from servers.ports import free_port
 from kvtier_core.errors import BackendError
 from kvtier_core.types import ChunkKey
 from kvtier_peers import digest as digests
-from kvtier_peers.digest import Changes, Copy, Digest, Memory, fingerprints
+from kvtier_peers import table as tables
+from kvtier_peers.digest import Changes, Digest, Memory, fingerprints
 from kvtier_peers.link import _CHANGES, Link
+from kvtier_peers.table import DigestTable
 from kvtier_testing.samples import make_keys
 
 MANY = make_keys(400)
@@ -29,6 +35,20 @@ def digest_of(shown):
     return Digest(b"", lambda: [memory])
 
 
+class Copy:
+    """A node's digest in the table of a reader."""
+
+    def __init__(self, table=None):
+        self.table, self.version = table or DigestTable(), 0
+        self.number = self.table.enter(self)
+
+    def apply(self, changes):
+        self.version = self.table.apply(self.number, changes)
+
+    def shown(self, keys):
+        return {key for key, nodes in zip(keys, self.table.holders(keys), strict=True) if self in nodes}
+
+
 def follow(digest, copy):
     """Bring a copy up to date. Returns what was sent for that."""
     changes = digest.since(copy.version, 0)
@@ -36,8 +56,12 @@ def follow(digest, copy):
     return changes
 
 
-def shows(copy, keys):
-    return copy.shown(set(fingerprints(MANY))) == set(fingerprints(keys))
+def marks_of(keys):
+    return np.unique(fingerprints(keys))
+
+
+#: Keys with fingerprints that are small numbers.
+SMALL = [ChunkKey(number.to_bytes(4, sys.byteorder) + bytes(28)) for number in range(12)]
 
 
 # -- digests -----------------------------------------------------------------------------------------
@@ -52,7 +76,59 @@ def test_a_copy_catches_up_however_far_it_was_behind():
         digest.look()
         copy = draw.choice(copies)
         follow(digest, copy)
-        assert shows(copy, shown)
+        assert copy.shown(MANY) == set(shown)
+
+
+@pytest.mark.parametrize("most", [0, 30, 1 << 20])
+def test_a_table_knows_what_each_node_shows_however_often_it_merges_changes(monkeypatch, most):
+    """Of nodes that come, change, begin anew and leave."""
+    monkeypatch.setattr(tables, "_MOST_CHANGED", most)
+    draw, table = random.Random(most), DigestTable()
+    shown = {}
+    for version in range(1, 500):
+        act = draw.random()
+        if len(shown) < 2 or (act < 0.05 and len(shown) < 6):
+            shown[Copy(table)] = set()
+            continue
+        copy = draw.choice(list(shown))
+        if act < 0.1:
+            table.leave(copy.number)
+            del shown[copy]
+        elif act < 0.2 or not copy.version:
+            shown[copy] = set(draw.sample(MANY, draw.randrange(100)))
+            copy.apply(Changes(0, version, come=marks_of(shown[copy])))
+        else:
+            changed = set(draw.sample(MANY, draw.randrange(40)))
+            gone, come = changed & shown[copy], changed - shown[copy]
+            copy.apply(Changes(copy.version, version, marks_of(gone), marks_of(come)))
+            shown[copy] ^= changed
+        assert all(each.shown(MANY) == keys for each, keys in shown.items())
+        assert {node for nodes in table.holders(MANY) for node in nodes} <= shown.keys()
+
+
+def test_two_nodes_never_have_one_number():
+    table = DigestTable()
+    first = Copy(table)
+    table._numbers = count((1 << 16) - 1)
+    assert [first.number, Copy(table).number, Copy(table).number] == [0, (1 << 16) - 1, 1]
+
+
+def test_a_number_that_is_given_again_brings_nothing_of_the_node_before():
+    first = Copy()
+    first.apply(Changes(0, 1, come=marks_of(SMALL)))
+    first.table.leave(first.number)
+    first.table._numbers = count()
+    second = Copy(first.table)
+    assert second.number == first.number and not second.shown(SMALL)
+
+
+def test_nothing_is_added_to_a_node_that_has_left():
+    copy = Copy()
+    copy.apply(Changes(0, 1, come=marks_of(SMALL[:3])))
+    copy.table.leave(copy.number)
+    assert not copy.shown(SMALL)
+    with pytest.raises(BackendError):
+        copy.apply(Changes(1, 2, come=marks_of(SMALL[3:])))
 
 
 def test_changes_are_no_longer_than_all_of_it_however_much_it_changes():
@@ -65,37 +141,37 @@ def test_changes_are_no_longer_than_all_of_it_however_much_it_changes():
         digest.look()
         assert len(follow(digest, copy)) in (2, 100)
         assert sum(map(len, digest._past)) <= 100
-    assert len(follow(digest, behind)) == 100 and shows(behind, shown)
+    assert len(follow(digest, behind)) == 100 and behind.shown(MANY) == set(shown)
 
 
 def test_a_digest_takes_four_bytes_a_chunk_and_errs_as_it_says():
     keys = make_keys(1 << 16)
     copy = Copy()
-    copy.apply(Changes(0, 1, come=frozenset(fingerprints(keys[: 1 << 15]))))
+    copy.apply(Changes(0, 1, come=marks_of(keys[: 1 << 15])))
     assert digests.FINGERPRINT_NBYTES == 4
-    assert copy.shown(set(fingerprints(keys[: 1 << 15]))) == set(fingerprints(keys[: 1 << 15])), "none is forgotten"
-    assert len(copy.shown(set(fingerprints(keys[1 << 15 :])))) <= 3, "a quarter is expected of 32 768"
+    assert copy.shown(keys[: 1 << 15]) == set(keys[: 1 << 15]), "none is forgotten"
+    assert len(copy.shown(keys[1 << 15 :])) <= 3, "a quarter is expected of 32 768"
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(Changes(6, 8, come=frozenset({3})), id="of another version"),
-        pytest.param(Changes(7, 8, come=frozenset({1})), id="comes though it is there"),
-        pytest.param(Changes(7, 8, gone=frozenset({3})), id="goes though it is not there"),
-        pytest.param(Changes(0, 8, gone=frozenset({1})), id="of nothing"),
+        pytest.param(Changes(6, 8, come=marks_of(SMALL[3:][:1])), id="of another version"),
+        pytest.param(Changes(7, 8, come=marks_of(SMALL[1:][:1])), id="comes though it is there"),
+        pytest.param(Changes(7, 8, gone=marks_of(SMALL[3:][:1])), id="goes though it is not there"),
+        pytest.param(Changes(0, 8, gone=marks_of(SMALL[1:][:1])), id="of nothing"),
         pytest.param(Changes(0, 0), id="that make no version"),
-        pytest.param(Changes(0, 8, come=frozenset(range(11))), id="too many"),
-        pytest.param(Changes(7, 8, come=frozenset(range(3, 12))), id="too many together"),
+        pytest.param(Changes(0, 8, come=marks_of(SMALL[:11])), id="too many"),
+        pytest.param(Changes(7, 8, come=marks_of(SMALL[3:12])), id="too many together"),
     ],
 )
 def test_changes_that_cannot_be_are_refused_and_change_nothing(monkeypatch, changes):
-    monkeypatch.setattr(digests, "MOST_CHUNKS", 10)
+    monkeypatch.setattr(tables, "MOST_CHUNKS", 10)
     copy = Copy()
-    copy.apply(Changes(0, 7, come=frozenset({1, 2})))
+    copy.apply(Changes(0, 7, come=marks_of(SMALL[1:3])))
     with pytest.raises(BackendError):
         copy.apply(changes)
-    assert (copy.version, copy.shown(set(range(12)))) == (7, {1, 2})
+    assert (copy.version, copy.shown(SMALL)) == (7, set(SMALL[1:3]))
 
 
 def test_all_of_a_digest_takes_four_bytes_a_chunk_however_many_ask_for_it():
@@ -103,7 +179,24 @@ def test_all_of_a_digest_takes_four_bytes_a_chunk_however_many_ask_for_it():
     digest = digest_of(dict.fromkeys(MANY))
     first, second = digest.since(0, 0), digest.since(0, 0)
     assert first.come is second.come and len(first.come) == len(MANY)
-    assert first.come._marks.itemsize == 4
+    assert first.come.itemsize == 4
+
+
+def test_a_digest_takes_a_reader_few_bytes_a_chunk_however_much_has_changed():
+    drawn = make_keys(1 << 17)
+    keys = list(dict(zip(fingerprints(drawn).tolist(), drawn, strict=True)).values())
+    half, step = len(keys) // 2, 512
+    tracemalloc.start()
+    try:
+        copy = Copy()
+        copy.apply(Changes(0, 1, come=marks_of(keys[:half])))
+        for at in range(0, half - step, step):
+            gone, come = keys[at : at + step], keys[half + at : half + at + step]
+            copy.apply(Changes(copy.version, copy.version + 1, marks_of(gone), marks_of(come)))
+            assert tracemalloc.get_traced_memory()[0] < 24 * half
+    finally:
+        tracemalloc.stop()
+    assert copy.shown(keys) == set(keys[at + step : half + at + step])
 
 
 def test_who_does_not_take_changes_in_time_is_given_up():
@@ -126,7 +219,7 @@ def test_a_node_announces_no_more_chunks_than_its_peers_take(monkeypatch):
         del shown[key]
     digest.look()
     follow(digest, copy)
-    assert copy.shown(set(fingerprints(MANY))) <= set(fingerprints(shown))
+    assert copy.shown(MANY) <= set(shown)
 
 
 @pytest.mark.parametrize("count", [(digests.MOST_CHUNKS + 1, 0), (0, (1 << 32) - 1)])

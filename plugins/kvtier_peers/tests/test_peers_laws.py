@@ -17,7 +17,6 @@ from servers.redis import make_certificate
 
 from kvtier_core.interfaces import Backend, BackendConfig, OpenContext
 from kvtier_core.types import Seconds
-from kvtier_peers.backend import PeersBackend
 from kvtier_peers.config import PeersConfig
 from kvtier_testing import Proxy, SharedBackendLaws
 from kvtier_testing.laws.base import laws_of
@@ -33,7 +32,7 @@ class Pair(Backend):
 
     shared = True
 
-    def __init__(self, memory: Memory, node: PeersBackend, network: Proxy, closing):
+    def __init__(self, memory: Memory, node: Backend, network: Proxy, closing):
         self._memory, self._node, self._network, self._closing = memory, node, network, closing
         self._fails = self._closed = False
         self.facts = node.facts
