@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -16,6 +17,16 @@ from fork_server import ForkServer
 from real_engines import PATIENT, Engine
 
 from kvtier_remote import client
+
+
+@pytest.fixture(autouse=True)
+def preloaded():
+    """vLLM has programs that this process starts load its OpenMP: other tests start some, which may not find it."""
+    before = os.environ.get("LD_PRELOAD")
+    yield
+    os.environ.pop("LD_PRELOAD", None)
+    if before is not None:
+        os.environ["LD_PRELOAD"] = before
 
 
 @pytest.fixture(autouse=True)
