@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "a-log-has-salts",
         "plugins/kvtier_serve/kvtier_serve/operators/console.py",
-        '_SECRET = {"tokens", "cache_salt"}',
+        '_SECRET = {"tokens", "keys", "cache_salt"}',
         '_SECRET = {"tokens"}',
         "plugins/kvtier_serve/tests/test_operators.py::test_each_change_is_logged_with_who_made_it_and_without_salts",
     ),

@@ -13,7 +13,7 @@ from kvtier_core.errors import BackendError
 from kvtier_core.types import Nbytes, Seconds
 from kvtier_doctor import pins, top
 from kvtier_doctor.explain import add_salt_to
-from kvtier_fleet import actions
+from kvtier_fleet import actions, draining
 from kvtier_fleet.fleet import Fleet
 from kvtier_fleet.settings import FleetSettings, load
 from kvtier_serve.commands.actions import add_documents_to, add_prompt_to
@@ -41,6 +41,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     what = "find the order of documents with the longest cached prefix, on each server"
     add_documents_to(add("arrange", actions.arrange, what))
     add_prompt_to(add("prefetch", actions.prefetch, "bring a prompt into memory ahead of its request"))
+    what = "bring what only one server has in memory into that of others, which are its peers, before it goes"
+    add("drain", draining.drain, what).add_argument("drained", metavar="SERVER", help="its name in status")
     for name, run_, what in (
         ("clear", actions.clear, "drop what the memory holds and no engine uses"),
         ("erase", actions.erase, "delete the chunks of a tenant or a namespace from all tiers"),

@@ -53,7 +53,7 @@ class Fleet:
         """Ask all servers, or those whose names are in ``on``. Answers are of this ``form``."""
 
         def asked(server: RunningServer) -> Any:
-            return _of_form(form, server.ask(method, path, None if body is None else dict(body)), server.name)
+            return of_form(form, server.ask(method, path, None if body is None else dict(body)), server.name)
 
         return self.each(asked, on)
 
@@ -158,7 +158,7 @@ class Fleet:
         return found, errors
 
 
-def _of_form(form: Any, told: Any, name: str) -> Any:
+def of_form(form: Any, told: Any, name: str) -> Any:
     try:
         return msgspec.convert(told, form)
     except msgspec.ValidationError as error:

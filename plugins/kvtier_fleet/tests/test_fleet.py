@@ -19,19 +19,23 @@ import pytest
 from outsiders import TEXTS, assert_tame
 from patience import HANG, wait_until
 from served import FRAME, LAYOUT, PATIENT, Serving, config_of, keys_of
+from servers.ports import free_port
 from servers.redis import make_certificate
 from shown_page import shown_by_page
 from source_copy import ROOT
 
+import kvtier_peers.plugin
 from kvtier_core.cli import main
 from kvtier_core.errors import ConfigError
 from kvtier_core.types import EnvSecret, Seconds
+from kvtier_fleet import draining
 from kvtier_fleet.fleet import Fleet
 from kvtier_fleet.http import FleetHTTP
 from kvtier_fleet.settings import FleetSettings, load
 from kvtier_serve.operators.access import READ_TOKEN, TOKEN
 from kvtier_serve.operators.asking import RunningServer
-from kvtier_serve.operators.console import OPERATIONS
+from kvtier_serve.operators.console import OPERATIONS, Console
+from kvtier_serve.operators.forms import Held
 from kvtier_serve.operators.http import HTTP
 
 PAGE = ROOT / "docs/fleet.md"
@@ -44,9 +48,9 @@ SALT = b'{"cache_salt": "a salt"}'
 class Node:
     """A server on a thread, with operators at a port of loopback."""
 
-    def __init__(self, folder, port=0, certificate=None, key=None):
+    def __init__(self, folder, port=0, certificate=None, key=None, stores=(), slots=64):
         folder.mkdir(exist_ok=True)
-        self._config = config_of(64)
+        self._config = config_of(slots, *stores, plugins=(kvtier_peers.plugin,))
         self.served = Serving(self._config, folder / "kvtier.sock")
         self._http = HTTP(self.served.server)
         self.port = self._http.open_port("127.0.0.1", port, certificate, key)
@@ -60,6 +64,12 @@ class Node:
         stack.reserve(path, "store", salt)
         stack.commit("store")
         stack.drain(HANG)
+
+    def named(self, model="model"):
+        """The chunks in the memory of a model, as an operator is told."""
+        (digest,) = (each.namespace.digest.hex() for each in self.served.server.spaces if each.model == model)
+        held = httpx.post(f"http://{self.name}/held", json={"namespace": digest}, headers=BEARER, timeout=HANG).json()
+        return {key for key, _ in held["chunks"]}
 
     @property
     def quotas(self):
@@ -79,13 +89,29 @@ def nodes(tmp_path, monkeypatch):
     monkeypatch.setenv("TENANT", "a salt")
     with contextlib.ExitStack() as closing:
 
-        def start(count, **options):
-            made = [Node(tmp_path / f"node {number}", **options) for number in range(count)]
+        def start(count, name="node", **options):
+            made = [Node(tmp_path / f"{name} {number}", **options) for number in range(count)]
             for node in made:
                 closing.callback(node.close)
             return made
 
         yield start
+
+
+@pytest.fixture
+def peers(nodes):
+    """Makes so many nodes, each the peer of the others, with an engine of a model."""
+
+    def start(count, **options):
+        addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
+        made = []
+        for address in addresses:
+            tier = {"type": "peers", "listen": address, "peers": addresses}
+            made += nodes(1, name=f"peer {len(made)}", stores=[tier], **options)
+            made[-1].served.stack(waits=PATIENT)
+        return made
+
+    return start
 
 
 @pytest.fixture
@@ -211,6 +237,66 @@ def test_prompts_are_prefetched_and_pinned_everywhere(nodes, fleet, tmp_path):
     assert fleet(made, "pins")[0].count("system") == 2
     assert fleet(made, "pins", "--delete", "system", "--on", made[0].name)[0].count("3 slots are kept no longer") == 1
     assert fleet(made, "pins")[0].count("system") == 1
+
+
+def test_what_only_one_server_has_in_memory_comes_into_that_of_its_peers(peers, fleet, monkeypatch):
+    monkeypatch.setattr(draining, "_AT_ONCE", 2)
+    first, second, third = peers(3)
+    other = [token + 1 for token in PROMPT]
+    prompts = [PROMPT, [*PROMPT[: LAYOUT.tokens], *other], *([token, *other] for token in range(2, 9))]
+    for tokens in prompts:
+        first.store(tokens)
+    second.store(PROMPT[: 2 * LAYOUT.tokens])
+    there = first.named()
+    out, err, status = fleet([first, second, third], "drain", first.name)
+    assert (out, err, status) == (f"model: {len(there) - 2} chunks came into the memory of others\n", "", 0)
+    assert second.named() | third.named() >= there == first.named()
+    assert third.named() and second.named() & third.named() == set(), "shared out, and nothing twice"
+    out, err, status = fleet([first, second, third], "drain", first.name)
+    assert (out, err, status) == ("model: 0 chunks came into the memory of others\n", "", 0)
+
+
+def test_only_chosen_servers_take_what_another_has(peers, fleet):
+    first, second, third = peers(3)
+    first.store()
+    assert fleet([first, second, third], "drain", first.name, "--on", third.name)[2] == 0
+    assert third.named() == first.named() and not second.named()
+
+
+def test_what_comes_to_no_other_server_is_said(nodes, peers, fleet, tmp_path):
+    first, second = peers(2, slots=8)
+    for begin in range(4):
+        first.store([begin, *PROMPT])
+    alone, answers_no = nodes(1)[0], f"127.0.0.1:{free_port()}"
+    alone.store(model="another")
+    out, err, status = fleet([first, second], "drain", first.name)
+    assert status == 1 and re.fullmatch(r"model: \d chunks came into the memory of others\n", out)
+    assert re.fullmatch(r".*model: \d chunks came to no other server: they have no room, or are not its peers\n", err)
+    assert len(second.named()) == int(out.split()[1]) <= 2, "prefetches take a quarter of the memory"
+    out, err, status = fleet([alone, first], "drain", alone.name)
+    assert status == 1 and "another: 3 chunks came to no other server: none of these has engines of this model" in err
+    assert fleet([first, second, answers_no], "drain", second.name)[2] == 1
+    for wrong in (["node-9"], [first.name, "--on", "node-9"]):
+        assert "node-9: no server of this fleet" in fleet([first, second], "drain", *wrong)[1]
+
+
+@pytest.mark.parametrize("chunks", [[("a", 0)], [("a", -1), ("b", 7)], [("a", -2)]])
+def test_a_list_of_chunks_that_cannot_be_is_refused(peers, fleet, monkeypatch, chunks):
+    def held(*_):
+        yield
+        return Held(chunks, 0)
+
+    first, second = peers(2)
+    operation = next(each for each in OPERATIONS if each.path == "/held")
+    monkeypatch.setattr(
+        Console,
+        "carry_out",
+        lambda console, each, *rest, real=Console.carry_out: (
+            held() if each is operation else real(console, each, *rest)
+        ),
+    )
+    _, err, status = fleet([first, second], "drain", first.name)
+    assert status and "the answer cannot be read" in err
 
 
 def test_chunks_are_dropped_and_erased_everywhere_if_that_is_confirmed(nodes, fleet):
@@ -460,6 +546,7 @@ def test_every_call_of_a_server_is_answered_by_all(nodes, asking):
     bodies = {
         "/explain": {"tokens": PROMPT},
         "/arrange": {"documents": [PROMPT]},
+        "/held": {},
         "/prefetch": {"tokens": PROMPT},
         "/pins/{name}": {"tokens": PROMPT},
         "/clear": {},

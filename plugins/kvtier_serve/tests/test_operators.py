@@ -292,6 +292,39 @@ def test_a_prefetch_tells_how_many_chunks_come_up(served):
         assert client("prefetch", {"tokens": PROMPT}) == {"chunks": 3, "in_memory": 0, "asked": []}
 
 
+def test_what_memory_has_is_named_with_the_beginnings_of_prompts_first(served):
+    stack, path = stored(served)
+    client = Client(served.url)
+    keys = [key.hex() for key in path]
+    assert client("held", {}) == {"chunks": [[keys[0], -1], [keys[1], 0], [keys[2], 1]], "left_out": 0}
+    assert client("held", {"most": 2}) == {"chunks": [[keys[0], -1], [keys[1], 0]], "left_out": 1}
+    namespace = next(iter(served.server.spaces)).namespace
+    other = keys_of(namespace, [*PROMPT[: LAYOUT.tokens], *PROMPT[: LAYOUT.tokens]])
+    stack.reserve(other, "other")
+    stack.commit("other")
+    stack.reserve(keys_of(namespace, [7, *PROMPT]), "being filled")
+    chunks = client("held", {})["chunks"]
+    assert sorted(chunks) == sorted([[keys[0], -1], [keys[1], 0], [other[1].hex(), 0], [keys[2], 1]])
+
+
+def test_a_prompt_is_named_by_its_tokens_or_by_its_keys(served):
+    _, path = stored(served)
+    client, keys = Client(served.url), [key.hex() for key in path]
+    for call in ("explain", "prefetch"):
+        assert client(call, {"keys": keys}) == client(call, {"tokens": PROMPT})
+    assert client("prefetch", {"keys": keys[1:]})["in_memory"] == 2
+    for wrong, status in (
+        ({}, 409),
+        ({"keys": keys, "tokens": PROMPT}, 409),
+        ({"keys": [keys[0], keys[0]]}, 409),
+        ({"keys": [keys[0][:-1]]}, 400),
+        ({"keys": [keys[0].upper() + "\n"]}, 400),
+    ):
+        headers = {"Authorization": f"Bearer {SECRET}"}
+        answer = httpx.post(f"{served.url}/prefetch", json=wrong, trust_env=False, headers=headers)
+        assert answer.status_code == status, wrong
+
+
 def test_each_change_is_logged_with_who_made_it_and_without_salts(served, caplog, tmp_path):
     caplog.set_level("INFO", "kvtier")
     stored(served, salt=b'{"cache_salt": "a salt"}')

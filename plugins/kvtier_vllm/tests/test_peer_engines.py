@@ -19,6 +19,7 @@ from servers.stopping import stop
 from sizes import some
 from test_server import NOISE, of, serving
 
+from kvtier_core.cli import main
 from kvtier_peers.link import Link
 from kvtier_peers.settings import Address
 from kvtier_testing import Proxy
@@ -194,8 +195,11 @@ def test_over_links_of_50_ms_no_request_waits_beyond_load_wait(
         reader.assert_at_rest()
 
 
-def test_servers_are_peers(engine, tmp_path):
-    """What the engines of one node have stored those of another read, through its server."""
+@pytest.mark.parametrize("drained", [False, True])
+def test_servers_are_peers(engine, tmp_path, drained):
+    """What the engines of one node have stored those of another read, through its server; also when the first one goes,
+    if it was drained.
+    """
     folders = [tmp_path / name for name in ("first", "second")]
     addresses = [f"127.0.0.1:{free_port()}" for _ in folders]
     tiers = [
@@ -205,11 +209,18 @@ def test_servers_are_peers(engine, tmp_path):
     for folder in folders:
         folder.mkdir()
     prompts = [prompt(seed, 530) for seed in range(150, 158)]
-    with serving(folders[0], tiers[0]), serving(folders[1], tiers[1]):
+    with contextlib.ExitStack() as first_server, serving(folders[1], tiers[1], capacity="128MiB"):
+        first_server.enter_context(serving(folders[0], tiers[0]))
         with engine(of(folders[0])) as first:
             truths = first.ask(*prompts)
         with engine(of(folders[1])) as second:
+            if drained:
+                operators = [f"{folder}/kvtier.sock.http" for folder in folders]
+                servers = [option for each in operators for option in ("--server", f"unix:{each}")]
+                assert main(["fleet", *servers, "drain", operators[0]]) == 0
+                first_server.close()
             for asked, truth in zip(prompts, truths, strict=True):  # until the servers have met
                 assert second.ask(asked)[0].differs(truth) < NOISE
-            assert second.outcomes()[-1] == hit(530, peers=512)
+            brought = len(prompts) if drained else 1
+            assert second.outcomes()[-brought:] == brought * [hit(530, peers=512)], "named by where they came from"
             second.assert_at_rest()

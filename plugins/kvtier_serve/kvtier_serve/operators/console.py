@@ -1,7 +1,8 @@
 """What an operator may ask of a server, and have it do, on the owner's thread.
 
-A prompt is named by its tokens, as `token_database: chained` names it. Keys and salts appear only in answers to
-requests that name them. Work that may take longer is a generator; the owner does a piece of it in each turn.
+A prompt is named by its tokens, as `token_database: chained` names it, or by its keys. Salts, and keys except those of
+/held, appear only in answers to requests that name them. Work that may take longer is a generator; the owner does a
+piece of it in each turn.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,7 @@ from msgspec import Struct
 
 from kvtier_core.builtin.chained import Chained
 from kvtier_core.engine.request_view import KVIdentity
+from kvtier_core.errors import ContractError
 from kvtier_core.layouts import is_marked, tenant_mark
 from kvtier_core.types import ChunkKey
 from kvtier_serve.lent_arena import LentArena
@@ -34,6 +36,8 @@ from kvtier_serve.operators.forms import (
     Erased,
     Explained,
     Health,
+    Held,
+    HeldOf,
     Limits,
     ModelQuota,
     Pin,
@@ -61,7 +65,7 @@ _PIECE, _ERASED = 128, 64
 #: And namespaces that it describes.
 _SPACES = 16
 #: Fields of a request that no log may have.
-_SECRET = {"tokens", "cache_salt"}
+_SECRET = {"tokens", "keys", "cache_salt"}
 #: Results that the log repeats.
 _LOGGED = Done | Brought | Pinned | Erased | Reloaded
 
@@ -203,6 +207,26 @@ class Console:
             told = each
             yield
         return Brought(**told)
+
+    def held(self, asked: HeldOf) -> Generator[None, None, Held]:
+        """Name the chunks in the memory of a namespace, so that others can ask their peers for them."""
+        parents: dict[ChunkKey, ChunkKey | None] = {}
+        after = defaultdict[ChunkKey | None, list[ChunkKey]](list)
+        for arena in self._space(asked.namespace).arenas:
+            for keys in _pieces(arena.of_tenant(None)):
+                chunks = (key for key in keys if arena.index.chunk_of(key) == key and arena.has(key))
+                parents.update((key, arena.index.resident.parent(key)) for key in chunks)
+                yield
+        for keys in _pieces(list(parents)):
+            for key in keys:
+                after[parents[key] if parents[key] in parents else None].append(key)
+            yield
+        named = [(key, -1) for key in after[None][: asked.most]]
+        for at, (key, _) in enumerate(named):  # which grows meanwhile
+            named += [(child, at) for child in after[key][: asked.most - len(named)]]
+            if at % _PIECE == _PIECE - 1:
+                yield
+        return Held([(key.hex(), at) for key, at in named], len(parents) - len(named))
 
     def pin(self, prompt: Named, pin: PinOf, name: str) -> Pinned:
         """Keep the chunks of a prompt in memory, until the pin of this name is deleted or expires.
@@ -351,11 +375,20 @@ class Console:
 
     def name(self, prompt: Prompt) -> Callable[[], Named]:
         """Returns what names the chunks of a prompt on any thread: the longest prompt takes half a second."""
-        space = self._space(prompt.namespace)
+        space, tokens = self._space(prompt.namespace), prompt.tokens
+        if (tokens is None) == (not prompt.keys):
+            raise RefusedError("name a prompt by its tokens, or by the keys of its chunks")
+        path = [ChunkKey(bytes.fromhex(key)) for key in prompt.keys]
+        try:
+            space.layout.check_path(path)
+        except ContractError as error:
+            raise RefusedError(str(error)) from error
         keys, identity = Chained(space.namespace, space.layout.tokens), KVIdentity.of(prompt.cache_salt)
 
         def named() -> Named:
-            digests = keys.keys(prompt.tokens, salt=identity.salt)
+            if tokens is None:
+                return Named(space, path, identity.salt)
+            digests = keys.keys(tokens, salt=identity.salt)
             return Named(space, space.layout.keys(digests, identity.tenant), identity.salt)
 
         return named
@@ -380,6 +413,7 @@ OPERATIONS = (
     Operation("GET", "/status", Console.status, dict[str, Any]),
     Operation("POST", "/explain", Console.explain, Explained, Prompt),
     Operation("POST", "/arrange", Console.arrange, Arranged, Documents),
+    Operation("POST", "/held", Console.held, Held, HeldOf),
     Operation("POST", "/prefetch", Console.prefetch, Brought, Prompt, changes=True),
     Operation("GET", "/pins", Console.pins, list[Pin]),
     Operation("PUT", "/pins/{name}", Console.pin, Pinned, PinOf, changes=True),

@@ -13,21 +13,37 @@ class RefusedError(Exception):
     """The request cannot be carried out; the message says why."""
 
 
+#: A key, in hexadecimal digits.
+_Key = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _Tokens = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=1 << 20)]
 
 
 class Prompt(Struct, forbid_unknown_fields=True):
     """A prompt of an engine of this server."""
 
-    tokens: _Tokens
+    tokens: _Tokens | None = None
     cache_salt: str = ""
     namespace: str = ""  #: the beginning of its digest in hexadecimal digits; may be left out if there is one
+    keys: Annotated[list[_Key], Meta(max_length=1 << 14)] = []  #: of its chunks, instead of tokens
 
 
 class Scope(Struct, forbid_unknown_fields=True):
     """One namespace, or all."""
 
     namespace: str = ""
+
+
+class HeldOf(Scope):
+    """A namespace, and how many chunks to name."""
+
+    most: Annotated[int, Meta(ge=1, le=1 << 16)] = 1 << 14
+
+
+class Held(Struct):
+    """What memory has: the beginnings of prompts first, and each chunk after the one before it."""
+
+    chunks: list[tuple[str, int]]  #: the key of each, and the position in this list of the chunk before it, or -1
+    left_out: int  #: chunks that were not named
 
 
 class Health(Struct):
