@@ -276,8 +276,8 @@ class EnvSecret:
 
     @property
     def value(self) -> str:
-        """The secret. Raises BackendError if the variable is not set, or empty."""
-        value = os.environ.get(self.variable)
+        """The secret, in UTF-8 whatever the locale. Raises BackendError if the variable is not set, or empty."""
+        value = os.environb.get(self.variable.encode(), b"").decode(errors="surrogateescape")
         if not value:
             raise BackendError(f"the environment variable {self.variable} is not set for this process")
         return value

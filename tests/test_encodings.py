@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 
 import pytest
 from test_size import PRODUCT, ROOT
@@ -36,6 +39,15 @@ def names_no_encoding(call: ast.Call) -> bool:
 )
 def test_calls_without_an_encoding_are_found(written, expected):
     assert names_no_encoding(ast.parse(written).body[0].value) == expected
+
+
+def test_a_secret_is_the_same_in_every_locale():
+    """A salt that a client sends in JSON is in UTF-8, and names chunks."""
+    salt = "ein Sälzchen ☃"
+    told = "from kvtier_core.types import EnvSecret; print(ascii(EnvSecret('SALT').value))"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "SALT": salt}
+    done = subprocess.run([sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ascii(salt)
 
 
 def test_no_file_is_opened_in_the_encoding_of_the_locale():

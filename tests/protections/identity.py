@@ -21,6 +21,13 @@ CHANGED = "plugins/kvtier_vllm/tests/test_changed_weights.py::test_changed_weigh
 
 MUTANTS = (
     Mutant(
+        "salts-of-the-locale",
+        "kvtier_core/types.py",
+        'os.environb.get(self.variable.encode(), b"").decode(errors="surrogateescape")',
+        "os.environ.get(self.variable)",
+        "tests/test_encodings.py::test_a_secret_is_the_same_in_every_locale",
+    ),
+    Mutant(
         "the-longest-sequence-never-counts",
         IDENTITY,
         'return not all(text and "max_model_len" not in text for text in sources)',
