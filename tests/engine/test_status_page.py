@@ -290,6 +290,15 @@ def test_a_request_is_explained_by_its_hit_line(host, path, capsys):
     assert "third: no engine knows this request" in capsys.readouterr().err
 
 
+def test_a_salt_without_a_prompt_is_not_ignored(host, path, capsys, monkeypatch):
+    served = host()
+    served.ask("first", PROMPT)
+    monkeypatch.setenv("SALT", "a salt")
+    assert main(["explain", "--cache-salt", "env:SALT", "--socket", str(path)]) != 0
+    said = capsys.readouterr()
+    assert not said.out and "specify the prompt of that salt: --prompt FILE" in said.err
+
+
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_the_id_of_a_request_forges_no_line_and_is_found(host, path, capsys, caplog, text):
     caplog.set_level("DEBUG", "kvtier")

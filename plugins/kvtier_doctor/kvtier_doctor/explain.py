@@ -42,6 +42,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace, output: Output) -> int:
     """The reason, or a line for each run of chunks. Raises BackendError if no engine answers."""
     question: dict[str, Any] = {"request": options.request} if options.request else {"requests": _LAST}
+    if options.cache_salt and not options.prompt:
+        raise BackendError("specify the prompt of that salt: --prompt FILE")
     if options.prompt:
         question = {"prompt": tokens_of(options.prompt), "cache_salt": salt_of(options)}
     paths = engines.found(options.socket)

@@ -58,14 +58,15 @@ async def _live(model: str, stack: dict, asked: list, options: dict) -> list:
     )
     engine = AsyncLLM.from_vllm_config(arguments.create_engine_config())
     said = []
-    for turn, (replica, seed) in enumerate(asked):
-        said.append(await _ask(engine, replica, seed, f"request-{turn}"))
-        for tier in stack.get("tiers", ()):
-            if tier.get("shared"):
-                await _stored(Path(tier["path"]), prompts=len({seed for _, seed in asked[: turn + 1]}))
-    told = told_by_engines()
-    _stop(engine)
-    return [said, told]
+    try:
+        for turn, (replica, seed) in enumerate(asked):
+            said.append(await _ask(engine, replica, seed, f"request-{turn}"))
+            for tier in stack.get("tiers", ()):
+                if tier.get("shared"):
+                    await _stored(Path(tier["path"]), prompts=len({seed for _, seed in asked[: turn + 1]}))
+        return [said, told_by_engines()]
+    finally:
+        _stop(engine)
 
 
 def _stop(engine) -> None:
