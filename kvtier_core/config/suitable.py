@@ -32,6 +32,8 @@ def unsuitable(config: StackConfig, number: int) -> Iterator[Problem]:
         used[os.path.realpath(folder)] = path
     if isinstance(tier, StoreTierConfig) and tier.config.read_only and tier.writes:
         yield config.problem(f"{path}.writes", "nothing is written to this tier", "remove it")
+    if isinstance(tier, StoreTierConfig) and (tier.config.read_only or tier.config.of_peers) and not tier.config.shared:
+        yield config.problem(path, "its plugin only reads it, yet calls it private", "report that to its authors")
     yield from unset_secrets(config, tier, path)
 
 

@@ -266,6 +266,29 @@ def test_every_problem_of_a_file_is_reported(write):
     ]
 
 
+@pytest.mark.parametrize("kind", ["read_only", "of_peers"])
+def test_a_tier_that_is_only_read_cannot_be_private(tmp_path, kind):
+    """A private tier removes frames beyond its capacity, and writes a log of requests into its store."""
+
+    @attrs.frozen
+    class OnlyRead(DiskConfig):
+        type: ClassVar[str] = "reading"
+        read_only: ClassVar[bool] = kind == "read_only"
+        of_peers: ClassVar[bool] = kind == "of_peers"
+
+    class Reading:
+        @hookimpl
+        def kvtier_backends(self):
+            return [CpuConfig, OnlyRead]
+
+    tiers = [{"type": "cpu", "capacity": "8MiB"}, {"type": "reading", "capacity": "1GiB", "path": str(tmp_path)}]
+    config = load_config({"version": 1, "tiers": tiers}, Registry.of(Reading()))
+    assert complaints(open_stack, config, CTX) == [
+        "inline: $.tiers[1]: its plugin only reads it, yet calls it private; report that to its authors"
+    ]
+    assert not list(tmp_path.iterdir())
+
+
 @attrs.frozen
 class LoneConfig(BackendConfig):
     """A store tier that may bring an arena."""

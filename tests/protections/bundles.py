@@ -89,4 +89,11 @@ MUTANTS = (
         "plugins/kvtier_vllm/tests/test_bundles_in_engines.py::"
         "test_an_engine_starts_warm_with_the_chunks_of_a_prompt_alone",
     ),
+    Mutant(
+        "private-tiers-are-only-read",
+        "kvtier_core/config/suitable.py",
+        "(tier.config.read_only or tier.config.of_peers) and not tier.config.shared:",
+        "False:",
+        "tests/config/test_config.py::test_a_tier_that_is_only_read_cannot_be_private",
+    ),
 )
