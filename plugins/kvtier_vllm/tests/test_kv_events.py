@@ -618,6 +618,7 @@ def test_what_a_disk_in_trouble_holds_is_told(tmp_path, monkeypatch, trouble):
     if trouble == "fails":
         for other in others:
             second.computed(other)
+            second.finish()  # a request does not wait for its read to fail
         assert not store.can_read
     second.computed(ASKED)
     goes_on.set()
