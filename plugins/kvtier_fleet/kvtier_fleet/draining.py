@@ -30,7 +30,7 @@ class _Path(NamedTuple):
 
 
 def drain(fleet: Fleet, options: argparse.Namespace, output: Output) -> int:
-    """Bring it, namespace by namespace. PROBLEMS if some of it came to no other server, or a server did not answer."""
+    """Bring the chunks of each namespace. PROBLEMS if some came to no other server, or a server did not answer."""
     source, found = options.drained, fleet.ask("GET", "/status", form=Seen)
     if unknown := sorted({source, *options.on} - found.told.keys()):
         names = ", ".join(found.told)
@@ -67,7 +67,7 @@ def drain(fleet: Fleet, options: argparse.Namespace, output: Output) -> int:
 def _shared_out(held: Held, only: set[str], takers: Mapping[str, set[str]]) -> list[_Path]:
     """The prompts with chunks that ``only`` one server has, each with the taker that has most of its beginning.
 
-    Among equals that is the one with the fewest.
+    Among equals, that is the one with the fewest prompts so far.
     """
     followed = {at for key, at in held.chunks if key in only}
     turns = Counter[str](dict.fromkeys(takers, 0))

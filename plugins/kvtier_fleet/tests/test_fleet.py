@@ -66,7 +66,7 @@ class Node:
         stack.drain(HANG)
 
     def named(self, model="model"):
-        """The chunks in the memory of a model, as an operator is told."""
+        """The keys of a model's chunks in memory, from `POST /held`."""
         (digest,) = (each.namespace.digest.hex() for each in self.served.server.spaces if each.model == model)
         held = httpx.post(f"http://{self.name}/held", json={"namespace": digest}, headers=BEARER, timeout=HANG).json()
         return {key for key, _ in held["chunks"]}
@@ -100,7 +100,7 @@ def nodes(tmp_path, monkeypatch):
 
 @pytest.fixture
 def peers(nodes):
-    """Makes so many nodes, each the peer of the others, with an engine of a model."""
+    """Makes this many nodes that are peers of each other, each with an engine of a model."""
 
     def start(count, **options):
         addresses = [f"127.0.0.1:{free_port()}" for _ in range(count)]
@@ -239,6 +239,14 @@ def test_prompts_are_prefetched_and_pinned_everywhere(nodes, fleet, tmp_path):
     assert fleet(made, "pins")[0].count("system") == 1
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Nothing is given up because peers meet late: on a busy machine that takes longer."""
+    monkeypatch.setattr(draining, "_PAUSE", 0.1)
+    monkeypatch.setattr(draining, "_IN_VAIN", 10 * HANG)
+
+
+@pytest.mark.usefixtures("patient")
 def test_what_only_one_server_has_in_memory_comes_into_that_of_its_peers(peers, fleet, monkeypatch):
     monkeypatch.setattr(draining, "_AT_ONCE", 2)
     first, second, third = peers(3)
@@ -256,6 +264,7 @@ def test_what_only_one_server_has_in_memory_comes_into_that_of_its_peers(peers, 
     assert (out, err, status) == ("model: 0 chunks came into the memory of others\n", "", 0)
 
 
+@pytest.mark.usefixtures("patient")
 def test_only_chosen_servers_take_what_another_has(peers, fleet):
     first, second, third = peers(3)
     first.store()
@@ -272,7 +281,7 @@ def test_what_comes_to_no_other_server_is_said(nodes, peers, fleet, tmp_path):
     out, err, status = fleet([first, second], "drain", first.name)
     assert status == 1 and re.fullmatch(r"model: \d chunks came into the memory of others\n", out)
     assert re.fullmatch(r".*model: \d chunks came to no other server: they have no room, or are not its peers\n", err)
-    assert len(second.named()) == int(out.split()[1]) <= 2, "prefetches take a quarter of the memory"
+    assert int(out.split()[1]) <= len(second.named()) <= 2, "prefetches take a quarter of the memory"
     out, err, status = fleet([alone, first], "drain", alone.name)
     assert status == 1 and "another: 3 chunks came to no other server: none of these has engines of this model" in err
     assert fleet([first, second, answers_no], "drain", second.name)[2] == 1

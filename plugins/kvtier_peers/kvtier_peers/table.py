@@ -35,7 +35,7 @@ class DigestTable(Generic[N]):
     """Which nodes show which fingerprints, in eight bytes a chunk. All methods may be called on any thread.
 
     A sorted array has nearly all of it. Since an array can only be copied as a whole, recent changes are kept apart: a
-    node shows what is in the array or among the changes, but not in both. Who looks up waits for no lock.
+    node shows the entries that are in one of the two, but not in both. A lookup takes no lock.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,10 @@ class DigestTable(Generic[N]):
             if length > MOST_CHUNKS:
                 raise BackendError(f"it announces more than {MOST_CHUNKS} chunks")
             if is_whole:
-                self._begin(number, changes.come, anew=known.length > 0)
+                if known.length:
+                    self._keep(self._nodes.keys() - {number})
+                merged, changed = self._state
+                self._state = _flipped(merged, _entries(changes.come, number)), changed
             else:
                 self._change(number, [*changes.gone.tolist(), *changes.come.tolist()])
             known.version, known.length = changes.version, length
@@ -93,12 +96,6 @@ class DigestTable(Generic[N]):
         return sum(
             is_in != (number in changed.get(mark, ())) for is_in, mark in zip(are_in, marks.tolist(), strict=True)
         )
-
-    def _begin(self, number: int, marks: Fingerprints, *, anew: bool) -> None:
-        if anew:
-            self._keep(self._nodes.keys() - {number})
-        merged, changed = self._state
-        self._state = _flipped(merged, _entries(marks, number)), changed
 
     def _change(self, number: int, marks: list[Fingerprint]) -> None:
         merged, changed = self._state
@@ -154,7 +151,7 @@ def _found(entries: Entries, marks: Fingerprints) -> Iterator[tuple[int, int]]:
 
 
 def _flipped(entries: Entries, others: Entries) -> Entries:
-    """What is in one of both, but not in the other; without sorting, as `numpy.setxor1d` does."""
+    """The entries that are in one of the two, but not in both: as `numpy.setxor1d`, which sorts everything again."""
     are_in = _are_in(entries, others)
     rest, new = np.delete(entries, entries.searchsorted(others[are_in])), others[~are_in]
     return np.insert(rest, rest.searchsorted(new), new)
