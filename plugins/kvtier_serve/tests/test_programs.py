@@ -134,7 +134,7 @@ def test_a_program_that_is_killed_is_started_again(served):
         assert served.running("it") != killed
         told = served.look()["it"]
         assert (told["ends"], told["last_end"]) == (1, "signal 9")
-        assert "kvtier: program it: signal 9; next start in 1 s" in served.log()
+        wait_until(lambda: "kvtier: program it: signal 9; next start in 1 s" in served.log())
 
 
 def test_a_program_that_cannot_be_started_is_told_and_keeps_no_server_from_serving(served):
@@ -142,7 +142,7 @@ def test_a_program_that_cannot_be_started_is_told_and_keeps_no_server_from_servi
         served.running("runs")
         wait_until(lambda: served.look()["lacks"]["ends"])
         why = "cannot be started: No such file or directory"
-        assert f"kvtier: program lacks: {why}; next start in 1 s" in served.log()
+        wait_until(lambda: f"kvtier: program lacks: {why}; next start in 1 s" in served.log())
         shown = kvtier("serve", "status", "--socket", served.socket)
         assert shown.returncode == 1 and f"program lacks: does not run, last end: {why}" in shown.stdout
         assert f"program runs: process {served.running('runs')}" in shown.stdout
