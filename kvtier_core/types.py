@@ -136,6 +136,7 @@ class EventKind(enum.Enum):
     HANDED_OVER = "handed_over"  #: tokens of a prompt that are kept for the engine that continues it
     NOT_KEPT = "not_kept"  #: the other tokens of its whole chunks
     WITHHELD = "withheld"  #: tokens of a request that asked not to store them
+    BLENDED = "blended"  #: tokens whose KV was moved from other places of prompts; the answer may differ
     ARRIVED = "arrived"  #: a request was first seen, with its chunks' keys; why, if only in memory; of no tier
     FINISHED = "finished"  #: a request ended or was aborted, with the seconds since it arrived; of no tier
     USAGE = "usage"  #: the contents of the tier have changed; once a second at most

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[1]
 SOURCES = {
     "kvtier": ROOT,
+    "kvtier_blend": ROOT / "plugins/kvtier_blend",
     "kvtier_bundle": ROOT / "plugins/kvtier_bundle",
     "kvtier_cpu": ROOT / "plugins/kvtier_cpu",
     "kvtier_disk": ROOT / "plugins/kvtier_disk",
@@ -96,6 +97,7 @@ def test_the_core_requires_four_small_packages(built):
 @pytest.mark.parametrize(
     ("extra", "brings"),
     [
+        ("blend", {"kvtier-blend", "kvtier-doctor", "kvtier-vllm"}),
         ("bundle", {"kvtier-bundle", "kvtier-doctor", "kvtier-vllm"}),
         ("cpu", {"kvtier-cpu", "kvtier-doctor", "kvtier-vllm"}),
         ("disk", {"kvtier-disk", "kvtier-doctor", "kvtier-vllm"}),
@@ -145,6 +147,7 @@ def test_no_requirement_names_an_engine(built, name):
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
+        ("kvtier_blend", {"kvtier-vllm", "numpy"}),
         ("kvtier_bundle", {"kvtier-doctor"}),
         ("kvtier_cpu", set()),
         ("kvtier_disk", set()),
@@ -291,6 +294,7 @@ def test_the_environment_holds_nothing_else(python):
     brought |= {"boto3", "botocore", "jmespath", "obstore", "python-dateutil", "s3transfer", "six", "urllib3"}
     # Before Python 3.13 obstore needs typing-extensions, too, and before 3.11.3 redis needs async-timeout.
     ours = {name.replace("_", "-") for name in SOURCES} - {
+        "kvtier-blend",
         "kvtier-bundle",
         "kvtier-fleet",
         "kvtier-hosts",

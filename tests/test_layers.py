@@ -43,6 +43,7 @@ FLOORS = [
 FOR_PLUGINS = {"types", "layouts", "interfaces", "errors", "outside", "hookspecs", "transfer", "storekit", "work"}
 #: Packages beside the core that are released with it, and may use all of it.
 PRODUCTS = {
+    "kvtier_blend",
     "kvtier_bundle",
     "kvtier_doctor",
     "kvtier_fleet",
@@ -152,8 +153,8 @@ def importers(library: str, *but: str) -> list[str]:
     ]
 
 
-def test_only_one_package_knows_vllm():
-    assert not importers("vllm", "kvtier_vllm")
+def test_only_the_connectors_know_vllm():
+    assert not importers("vllm", "kvtier_vllm", "kvtier_blend")
 
 
 def test_only_its_adapter_knows_lmcache():
@@ -224,6 +225,7 @@ def test_configs_of_plugins_are_light(package: Path):
 
 def test_packages_were_found():
     ours = {
+        "kvtier_blend",
         "kvtier_bundle",
         "kvtier_cpu",
         "kvtier_disk",

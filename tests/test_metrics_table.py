@@ -171,7 +171,7 @@ def test_everything_in_the_table_is_on_the_dashboard_or_can_be_had_from_it():
         for target in panel["targets"]
         for name in re.findall(r"\bkvtier_[a-z_]+\b", target["expr"])
     }
-    of_tokens = {f"kvtier_{outcome}_tokens" for outcome in ("handed_over", "not_kept", "withheld")}
+    of_tokens = {f"kvtier_{outcome}_tokens" for outcome in ("blended", "handed_over", "not_kept", "withheld")}
     of_few_tiers = {"kvtier_writable_bytes"}
     not_shown = {"kvtier_avoided_seconds", "kvtier_held_chunks", *of_tokens, *of_few_tiers}
     assert OF_A_NAME.keys() - asked == not_shown

@@ -47,6 +47,7 @@ METRICS = (
     Metric("kvtier_handed_over_tokens", _COUNTER, "Prompt tokens that are kept for the engine that continues them"),
     Metric("kvtier_not_kept_tokens", _COUNTER, "Tokens of such prompts that are not kept", _REASON),
     Metric("kvtier_withheld_tokens", _COUNTER, "Tokens of requests that asked not to store them"),
+    Metric("kvtier_blended_tokens", _COUNTER, "Tokens with KV moved from other prompts; answers may differ"),
     Metric("kvtier_avoided_seconds", _COUNTER, "Seconds that requests did not wait for computing"),
     Metric("kvtier_waited_seconds", _COUNTER, "Seconds that requests waited for the tier"),
     Metric("kvtier_chunks", _COUNTER, "Frames to which anything else happened, by event", ("tier", "event")),

@@ -27,6 +27,7 @@ _OF_TOKENS = {
     EventKind.HANDED_OVER: "kvtier_handed_over_tokens",
     EventKind.NOT_KEPT: "kvtier_not_kept_tokens",
     EventKind.WITHHELD: "kvtier_withheld_tokens",
+    EventKind.BLENDED: "kvtier_blended_tokens",
 }
 _OPERATIONS = {
     EventKind.STORED: "store",

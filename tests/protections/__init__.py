@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from protections import (
+    blend,
     bundles,
     commands,
     engine,
@@ -21,7 +22,7 @@ from protections import (
 )
 
 ROOMS = (
-    *(identity, vllm, hosts, engine, server, fleet, stack, lookups),
+    *(identity, vllm, blend, hosts, engine, server, fleet, stack, lookups),
     *(frames, transfer, storekit, bundles, plugins, commands, outside),
 )
 MUTANTS = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)

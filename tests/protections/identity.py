@@ -177,7 +177,7 @@ MUTANTS = (
     Mutant(
         "no-salt-in-the-keys",
         REQUESTS,
-        'KVIdentity.of(request.cache_salt or "", content)',
+        "KVIdentity.of(self.salt(request), content)",
         'KVIdentity.of("", content)',
         REQUEST_TESTS + "test_a_salt_separates_everything",
     ),

@@ -9,7 +9,7 @@ import math
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -91,6 +91,7 @@ class RequestState:
     keys: list[ChunkKey] = attrs.field(factory=list)  #: as the token database made them
     path: list[ChunkKey] = attrs.field(factory=list)  #: the same, as the stack knows them
     stored_chunks: int = 0  #: leading chunks that were handed to the stack or found in it
+    unwanted: Collection[ChunkKey] = ()  #: chunks of its path that its connector does not want to be stored
     trust: Trust = attrs.field(factory=Trust)
     admitted: int = 0  #: tokens that it had when it was admitted: its prompt, and generated ones if preempted
     logged: bool = False

@@ -29,7 +29,7 @@ from kvtier_core.interfaces import TokenDatabase
 from kvtier_core.layouts import ChunkLayout
 from kvtier_core.outside import Printable
 from kvtier_core.stack.interface import Stack
-from kvtier_core.stack.outcomes import Arriving, Declined, Lookup, TooSmall
+from kvtier_core.stack.outcomes import Arriving, Declined, LoadLimit, Lookup, TooSmall
 from kvtier_core.telemetry.event_log import EventLog
 from kvtier_core.telemetry.observer_feed import Observers
 from kvtier_core.telemetry.status_page import StatusPage, sources
@@ -189,8 +189,13 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
         state = self._requests.get(request_id)
         return state.match.shared * self.chunk_tokens if state else 0
 
-    def admitted(self, view: RequestView, tables: BlockTables, tokens: int) -> None:
-        """The engine allocated the request's blocks, and wants to load ``tokens`` of those that `match` offered."""
+    def admitted(
+        self, view: RequestView, tables: BlockTables, tokens: int, *, approximate: int = 0, remark: str = ""
+    ) -> None:
+        """The engine allocated the request's blocks, and wants to load ``tokens`` of those that `match` offered.
+
+        Its connector fills ``approximate`` more with KV that is never stored. ``remark`` goes into the log line.
+        """
         state = self.track(view)
         self.events.tell(self._waiting.end(state, tokens))
         state.admitted = view.tokens
@@ -208,10 +213,14 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             self._stores.not_loaded(tables, computed)
         if not state.logged:
             state.logged = True
-            self._log_hit(state, tokens)
+            self._log_hit(state, tokens + approximate, remark)
             self._requests.matched(state)
             if not tokens:
                 self._count(state, {})
+
+    def load_limit(self, state: RequestState) -> LoadLimit | None:
+        """The limit on the cost of another load for a request that waits; None if there is none."""
+        return self._waiting.limit(state)
 
     @property
     def loads_nothing(self) -> str:
@@ -433,9 +442,9 @@ class SchedulerSide(ProcessBound, closing={"close": lambda: None, "abandon": lam
             self._stepped = True
             self.events.record(self.manager.step())
 
-    def _log_hit(self, state: RequestState, tokens: int) -> None:
+    def _log_hit(self, state: RequestState, tokens: int, remark: str) -> None:
         match = state.match
-        why = match.reason + (self._waiting.explain(state, tokens) if tokens else "")
+        why = match.reason + (self._waiting.explain(state, tokens) if tokens else "") + remark
         if state in self._audits:
             why += "; the next chunk is audited"
         if state.view.withheld:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from kvtier_core.engine.scheduler.boundaries import Boundaries, PagesOfChunks
@@ -89,7 +90,10 @@ class Storing:
             if promised > first:
                 jobs = self.jobs.begin(path[first:promised], pages.by_key(first), salt, pages.parts, holder)
                 first = promised - 1
-        return jobs + self.jobs.begin(path[first:], pages.by_key(first), salt, pages.parts, memory_only=memory_only)
+        for is_unwanted, run in itertools.groupby(path[first:], state.unwanted.__contains__):
+            if not is_unwanted:
+                jobs += self.jobs.begin(list(run), pages.by_key(first), salt, pages.parts, memory_only=memory_only)
+        return jobs
 
     def distrust_all(self) -> None:
         """Store nothing that the engine's blocks hold now, nor anything that is computed from it."""

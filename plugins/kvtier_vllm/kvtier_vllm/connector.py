@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from types import UnionType
 from typing import Any, TypeVar
 
@@ -89,6 +89,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM makes one for its scheduler and one in each worker process; each has the methods of both.
     """
 
+    settings: Set[str] = frozenset()  #: keys of ``kv_connector_extra_config`` that are not the stack's
+    identifier: type[Identifier] = Identifier  #: what identifies requests
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Raises ConfigError if the configuration is wrong or does not suit the engine."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -96,7 +99,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         registry = Registry.discover()
         if role is KVConnectorRole.SCHEDULER:
             registry.log_problems()
-        self.config = read_config(self._kv_transfer_config.kv_connector_extra_config or {}, registry)
+        extra = self._kv_transfer_config.kv_connector_extra_config or {}
+        stack = {key: value for key, value in extra.items() if key not in self.settings}
+        self.config = read_config(stack, registry)
         self.side: Side | None = None
         self._requests: RequestTracker  # scheduler: once it has a side
         self._tables: Tables  # scheduler: once it has a side
@@ -191,7 +196,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         is_alone = all(report.is_alone for report in self._reports)
         # In those of vLLM 0.32 for other devices than GPUs, "no adapter" is number -1, the last one.
         leak = self._vllm_config.lora_config is not None and not current_platform.is_cuda_alike()
-        identifier = Identifier(adapters_leak=leak)
+        identifier = self.identifier(adapters_leak=leak)
         self._requests = RequestTracker(identifier, reads_handovers=is_alone, defaults=self.config.requests)
         self._tables = Tables.of(self._kv_cache_config, self._vllm_config.parallel_config)
         self.side = opened

@@ -97,6 +97,7 @@ class Engine:
         model: Path,
         kvtier: dict[str, Any] | None,
         *,
+        kv_connector: str = "KVTierConnector",
         kv_role: str = "kv_both",
         kv_load_failure_policy: str = "recompute",
         **options: Any,
@@ -106,7 +107,7 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         transfer = KVTransferConfig(
-            kv_connector="KVTierConnector",
+            kv_connector=kv_connector,
             kv_role=kv_role,
             kv_load_failure_policy=kv_load_failure_policy,
             kv_connector_extra_config=kvtier or {},

@@ -63,6 +63,10 @@ class Identifier:
         except Unidentified:
             return None
 
+    def salt(self, request: Request) -> str:
+        """The salt that separates what the request stores and loads."""
+        return request.cache_salt or ""
+
     def _identify(self, request: Request) -> RequestIdentity:
         refuse_others("a request", request, REQUEST, EngineCoreRequest)
         if request.pooling_params:
@@ -71,7 +75,7 @@ class Identifier:
         if self._adapters_leak and not adapter:
             raise Unidentified("vLLM's LoRA kernels for this device may apply an adapter to it")
         content = self._adapters.content(adapter) if adapter else ""
-        kv = KVIdentity.of(request.cache_salt or "", content)
+        kv = KVIdentity.of(self.salt(request), content)
         found = tuple(_item(feature, kv.salt) for feature in request.mm_features)
         places = tuple(PromptItem(item.place.offset, item.place.length, item.content) for item in found)
         return RequestIdentity(

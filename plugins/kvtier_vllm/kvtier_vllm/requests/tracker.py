@@ -71,7 +71,7 @@ class RequestTracker:
             traceparent = printable((request.trace_headers or {}).get("traceparent", ""))
             said = request.kv_transfer_params
             identity = self._identifier.identify(request)
-            words = Words.of(said, self._defaults.of(request.cache_salt))
+            words = Words.of(said, self._defaults.of(self._identifier.salt(request)))
             tracked = _Tracked(request, identity, hints_of(request), traceparent, words)
             if self._reads_handovers:
                 tracked.continued_elsewhere = is_continued_elsewhere(said)
