@@ -153,7 +153,7 @@ def test_no_requirement_names_an_engine(built, name):
         ("kvtier_disk", set()),
         ("kvtier_doctor", set()),
         ("kvtier_fleet", {"kvtier-doctor", "kvtier-serve", "msgspec"}),
-        ("kvtier_gds", {"kvtier-cpu"}),
+        ("kvtier_gds", {"kvtier-cpu", "numpy"}),
         ("kvtier_hosts", set()),
         ("kvtier_lossy", {"numpy"}),
         ("kvtier_mooncake", set()),

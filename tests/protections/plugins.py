@@ -20,6 +20,7 @@ SHOWN_TESTS = "tests/relays/test_shown_frames.py::"
 LOSSY = "plugins/kvtier_lossy/kvtier_lossy"
 LOSSY_TESTS = "plugins/kvtier_lossy/tests/test_lossy_layouts.py::"
 GDS_TESTS = "plugins/kvtier_gds/tests/test_gds.py::"
+GDS_TABLE = "plugins/kvtier_gds/tests/test_gds_table.py::"
 GDS_TROUBLE = "plugins/kvtier_gds/tests/test_gds_trouble.py::"
 OPENED_DISKS = "plugins/kvtier_disk/tests/test_disk_opened.py::"
 DISK_TESTS = "plugins/kvtier_disk/tests/test_disk.py::"
@@ -445,22 +446,36 @@ MUTANTS = (
     Mutant(
         "slabs-of-all-namespaces",
         GDS + "/backend.py",
-        "if record.namespace != self._namespace.digest:",
-        "if False:",
+        'found["namespace"] == np.void(self._namespace.digest)',
+        'found["nbytes"] > 0',
         GDS_TESTS + "test_frames_of_others_leave_for_what_has_no_room_oldest_first",
     ),
     Mutant(
         "two-frames-in-one-place",
         GDS + "/table.py",
-        "        if not kept or kept[-1][1].end <= record.at:\n",
+        "        if not kept or end[kept[-1]] <= at[i]:\n",
         "        if True:\n",
         GDS_TESTS + "test_of_records_that_overlap_the_newer_counts",
     ),
     Mutant(
+        "slabs-whose-frames-never-overlap",
+        GDS + "/table.py",
+        '(ends[:-1] <= found["at"][1:]).all()',
+        "True",
+        GDS_TESTS + "test_of_records_that_overlap_the_newer_counts",
+    ),
+    Mutant(
+        "a-frame-that-ends-before-it-begins",
+        GDS + "/table.py",
+        '(found["nbytes"] <= nbytes) & (found["at"] <= nbytes - found["nbytes"])',
+        'found["at"] + found["nbytes"] <= nbytes',
+        GDS_TABLE + "test_a_frame_does_not_end_before_it_begins",
+    ),
+    Mutant(
         "any-record-is-believed",
         GDS + "/table.py",
-        "checksum != zlib.crc32(raw[begin : begin + _FIELDS.size])",
-        "False",
+        'numbers = numbers[records["checksum"][numbers] == np.array(checksums, "<u4")]',
+        "pass",
         GDS_TESTS + "test_every_bit_of_a_record_counts",
     ),
     Mutant(

@@ -8,8 +8,11 @@ import re
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from kvtier_core.errors import BackendError, StoreFull
 from kvtier_core.interfaces import Backend, OpenContext, SupportsDirectReads, SupportsListing, SupportsNamespaces
@@ -42,8 +45,10 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         self._paths = ", ".join(map(str, paths))
         self._namespace = ctx.namespace
         self._lock = threading.Lock()
-        self._held: dict[ChunkKey, Place] = {}  # our frames
-        self._others: list[tuple[bytes, Place]] = []  # frames of other namespaces, and their digests; oldest last
+        # Frames by the numbers of their places: to make and collect a million objects would take seconds at the start.
+        self._held: dict[ChunkKey, int] = {}  # our frames
+        self._others: list[int] = []  # frames of other namespaces, oldest last
+        self._at, self._lengths = array("Q"), array("Q")  # of the frame in each place
         self._retired: list[tuple[float, Place]] = []  # places that took no frame, and when they were set aside
         self._slabs: list[Slab] = []
         self._frame_nbytes = frame_nbytes = ctx.layout.frame_nbytes
@@ -53,9 +58,9 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
                 with backend_errors(path):
                     self._slabs.append(Slab(path, nbytes, frame_nbytes, direct=direct, io=io, checking=ctx.checking))
             with backend_errors(Path(self._paths)):
-                self._recover(ctx.max_frame_nbytes or sys.maxsize)
+                others = self._recover(ctx.max_frame_nbytes or sys.maxsize)
                 for slab in self._slabs:
-                    _keep_facts(slab.folder, self._namespace, {digest for digest, _ in self._others})
+                    _keep_facts(slab.folder, self._namespace, others)
             undoing.pop_all()
         self._direct = any(slab.direct for slab in self._slabs)
         self._ring = any(slab.ring for slab in self._slabs)
@@ -68,7 +73,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
             outcomes: list[int | BackendError] = [0] * len(keys)
             whole: list[tuple[int, Place]] = []  # the number of a frame that is here and fits, and its place
             for i, (key, view) in enumerate(zip(keys, into, strict=True)):
-                place = self._held.get(key)
+                place = self._place_of(key)
                 if place is not None and place.nbytes <= len(view):
                     whole.append((i, place))
             places = [place for _, place in whole]
@@ -122,7 +127,7 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         with self._errors():
             failures: list[OSError] = []
             for key in keys:
-                place = self._held.get(key)
+                place = self._place_of(key)
                 if place is None:
                     continue
                 try:
@@ -136,7 +141,8 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
                 raise failures[0]
 
     def scan(self) -> Iterator[tuple[ChunkKey, int]]:
-        return iter([(key, place.nbytes) for key, place in list(self._held.items())])
+        held = self._held.copy()
+        return zip(held, map(self._lengths.__getitem__, held.values()), strict=True)
 
     def namespaces(self) -> Iterator[Namespace]:
         with self._errors():
@@ -149,12 +155,12 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
     def reader_handle(self) -> str:
         if self._asked["mode"] == "bounce":
             return ""
-        places = itertools.islice(self._held.values(), _SAMPLES)
+        places = map(self._place, itertools.islice(self._held.values(), _SAMPLES))
         samples = [Extent(self._slabs.index(place.slab), place.at, place.nbytes) for place in places]
         return handle_of(self._slabs, samples, device_only=self._asked["mode"] == "auto")
 
     def locate(self, keys: Sequence[ChunkKey]) -> Sequence[Location | None]:
-        places = [self._held.get(key) for key in keys]
+        places = [self._place_of(key) for key in keys]
         return [
             Location((self._slabs.index(place.slab), place.at), place.nbytes) if place else None for place in places
         ]
@@ -174,20 +180,44 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
         for slab in slabs:
             slab.close()
 
-    def _recover(self, longest: int) -> None:
-        """Index the frames in the slabs, oldest first. Raises OSError."""
-        found = [each for slab in self._slabs for each in slab.take_found()]
-        found.sort(key=lambda pair: pair[0].order)
-        self._order = found[-1][0].order + 1 if found else 0
-        for record, place in reversed(found):
-            if record.namespace != self._namespace.digest:
-                self._others.append((record.namespace, place))
-            elif record.key in self._held or record.nbytes > longest:
-                place.slab.clear(place)
-                self._release([place])
-            else:
-                self._held[record.key] = place
-        self._held = dict(reversed(self._held.items()))
+    def _recover(self, longest: int) -> set[bytes]:
+        """Index the frames in the slabs, oldest first. Returns the digests of other namespaces. Raises OSError."""
+        tables = [slab.take_found() for slab in self._slabs]
+        found = np.concatenate(tables)
+        numbers = np.concatenate([table["entry"] * len(tables) + i for i, table in enumerate(tables)])
+        columns = np.zeros((2, int(numbers.max(initial=-1)) + 1), "<u8")
+        columns[:, numbers] = found["at"], found["nbytes"]
+        self._at, self._lengths = (array("Q", column.tobytes()) for column in columns)
+        oldest_first = np.argsort(found["order"], kind="stable")
+        self._order = int(found["order"].max(initial=0)) + 1
+        is_ours = found["namespace"] == np.void(self._namespace.digest)
+        ours, others = oldest_first[is_ours[oldest_first]], oldest_first[~is_ours[oldest_first]]
+        self._others = numbers[others][::-1].tolist()
+        usable = ours[found["nbytes"][ours] <= longest]
+        keys, places = found["key"][usable].tolist(), numbers[usable].tolist()
+        self._held = dict(zip(keys, places, strict=True))
+        if len(self._held) < len(ours):  # some are too long, or older frames of a key
+            newest = set(self._held.values())
+            self._held = {key: place for key, place in zip(keys, places, strict=True) if place in newest}
+            for number in numbers[ours][::-1].tolist():
+                if number not in newest:
+                    self._drop(number)
+        return set(found["namespace"][others].tolist())
+
+    def _drop(self, number: int) -> None:
+        """The frame in this place is no longer found, and the place is free."""
+        place = self._place(number)
+        place.slab.clear(place)
+        self._release([place])
+
+    def _place(self, number: int) -> Place:
+        entry, slab = divmod(number, len(self._slabs))
+        return Place(self._slabs[slab], entry, self._at[number], self._lengths[number])
+
+    def _place_of(self, key: ChunkKey) -> Place | None:
+        """The place of our frame with this key, if there is one."""
+        number = self._held.get(key)
+        return None if number is None else self._place(number)
 
     def _read(self, places: Sequence[Place], into: Sequence[memoryview]) -> Sequence[int | OSError]:
         """The outcome of each read. Raises the OSError of a drive that does not answer."""
@@ -241,14 +271,12 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
             if not self._others:
                 raise StoreFull(f"{self._paths}: no {nbytes} contiguous bytes are free", missing=nbytes)
             oldest = self._others.pop()
-        _, place = oldest
         try:
-            place.slab.clear(place)
+            self._drop(oldest)
         except OSError:
             with self._lock:
                 self._others.append(oldest)
             raise
-        self._release([place])
 
     def _publish(self, key: ChunkKey, place: Place) -> OSError | None:
         """Make the frame findable, after a restart too. Returns the error if its record cannot be written."""
@@ -258,7 +286,12 @@ class GdsBackend(Backend, SupportsListing, SupportsNamespaces, SupportsDirectRea
             place.slab.publish(place, Record(self._namespace.digest, key, place.at, place.nbytes, order))
         except OSError as error:
             return error.with_traceback(None)
-        self._held[key] = place
+        number = place.entry * len(self._slabs) + self._slabs.index(place.slab)
+        with self._lock:
+            for column, value in ((self._at, place.at), (self._lengths, place.nbytes)):
+                column.extend([0] * (number + 1 - len(column)))
+                column[number] = value
+        self._held[key] = number
         return None
 
     def _retire(self, places: Sequence[Place]) -> None:

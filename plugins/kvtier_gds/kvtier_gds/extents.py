@@ -13,18 +13,15 @@ class Extents:
     Frames of varying lengths do: then there may be no extent for a frame although enough bytes are free.
     """
 
-    def __init__(self, nbytes: int, taken: Iterable[tuple[int, int]] = ()):
-        """``taken`` has the place and length of each extent in use, in order; no two overlap."""
+    def __init__(self, free: Iterable[tuple[int, int]]):
+        """``free`` has where each free extent begins and ends, in order; no two touch."""
         self.free = 0  #: bytes that are not taken
         self._nbytes_at: dict[int, int] = {}  # of the free extents: where each begins, and its length
         self._start_of: dict[int, int] = {}  # where each ends, and where it begins
         self._starts: dict[int, dict[int, None]] = {}  # by length, in the order in which they became free
         self._lengths: list[int] = []  # that occur, in order
-        end = 0
-        for at, length in taken:
-            self._add(end, at - end)
-            end = at + length
-        self._add(end, nbytes - end)
+        for begin, end in free:
+            self._add(begin, end - begin)
 
     def take(self, nbytes: int) -> int | None:
         """Take ``nbytes`` contiguous free bytes. Returns where they begin; None if there are none."""

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple, Self, cast
 
+import numpy as np
+
 from kvtier_core.errors import BackendError
 from kvtier_core.storekit import trial
 from kvtier_core.storekit.disk_access import FULL, effective_access, remove_probes
@@ -20,7 +22,7 @@ from kvtier_core.storekit.folder_lock import FolderLock
 from kvtier_core.transfer.own_shard import FrameRange
 from kvtier_core.types import size
 from kvtier_gds.extents import Extents
-from kvtier_gds.table import RECORD_NBYTES, Record, Table, without_overlaps
+from kvtier_gds.table import RECORD_NBYTES, Found, Record, Table, gaps, without_overlaps
 
 logger = logging.getLogger("kvtier")
 
@@ -84,11 +86,12 @@ class Slab:
             self._found = self._recover(nbytes)
             resize = functools.partial(self._would_resize, undoing) if checking else self._resize
             self.preallocated = resize(self.fd, nbytes)
-            self._entries = max(self._found, default=-1) + 1  # the first that was never used
+            self._entries = int(self._found["entry"].max(initial=-1)) + 1  # the first that was never used
             resize(self._table_fd, RECORD_NBYTES * max(nbytes // frame_nbytes, self._entries))
             self._closing = undoing.pop_all()
-        self._extents = Extents(nbytes, sorted((record.at, record.nbytes) for record in self._found.values()))
-        self._free_entries = [entry for entry in reversed(range(self._entries)) if entry not in self._found]
+        self._extents = Extents(gaps(self._found, nbytes))
+        unused = np.delete(np.arange(self._entries), self._found["entry"])
+        self._free_entries: list[int] = unused[::-1].tolist()
 
     @property
     def free(self) -> int:
@@ -100,10 +103,10 @@ class Slab:
         status = os.fstat(self.fd)
         return [str(self.path), status.st_dev, status.st_ino, self.direct, self.ring]
 
-    def take_found(self) -> list[tuple[Record, Place]]:
-        """The frames that were here at the start, and their places; only the first call returns them."""
-        found, self._found = self._found, {}
-        return [(record, Place(self, entry, record.at, record.nbytes)) for entry, record in found.items()]
+    def take_found(self) -> Found:
+        """The frames that were here at the start; only the first call returns them."""
+        found, self._found = self._found, np.empty(0, self._found.dtype)
+        return found
 
     def reserve(self, nbytes: int) -> Place | None:
         """A place for a frame; None if no free extent is long enough."""
@@ -161,12 +164,13 @@ class Slab:
         """Close the files and unlock the folder. May be called twice."""
         self._closing.close()
 
-    def _recover(self, nbytes: int) -> dict[int, Record]:
+    def _recover(self, nbytes: int) -> Found:
         """The frames that are here. Other records in the table are cleared before their places are used."""
         found = self._table.records()
-        kept = without_overlaps(found.items(), min(nbytes, os.fstat(self.fd).st_size))
-        for entry in found.keys() - kept.keys() if not self._checking else ():
-            self._table.clear(entry)
+        kept = without_overlaps(found, min(nbytes, os.fstat(self.fd).st_size))
+        if len(kept) < len(found) and not self._checking:
+            for entry in np.setdiff1d(found["entry"], kept["entry"]).tolist():
+                self._table.clear(entry)
         return kept
 
     def _resize(self, fd: int, nbytes: int) -> bool:

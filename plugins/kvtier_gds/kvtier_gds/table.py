@@ -11,8 +11,10 @@ import errno
 import os
 import struct
 import zlib
-from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier_core.types import FRAME_ALIGNMENT, KEY_NBYTES, ChunkKey
 
@@ -21,8 +23,19 @@ _DIGEST_NBYTES = 32
 _MAGIC = b"kvslab1\n"
 #: Magic, namespace digest, key, place, length, order; then the checksum of these fields.
 _FIELDS = struct.Struct(f"<8s{_DIGEST_NBYTES}s{KEY_NBYTES}sQQQ")
-_RECORD = struct.Struct(_FIELDS.format + "I")
+_NAMED = [
+    ("namespace", f"V{_DIGEST_NBYTES}"),
+    ("key", f"V{KEY_NBYTES}"),
+    ("at", "<u8"),
+    ("nbytes", "<u8"),
+    ("order", "<u8"),
+]
+_RECORD = np.dtype([("magic", "V8"), *_NAMED, ("checksum", "<u4"), ("unused", "V28")])
 _READ_NBYTES = 16384 * RECORD_NBYTES
+
+#: Frames in columns: the entry of each in the table, and the fields of its `Record`. A million in objects take seconds.
+_FOUND = np.dtype([("entry", "<i8"), *_NAMED])
+Found = npt.NDArray[np.void]
 
 
 class Record(NamedTuple):
@@ -34,23 +47,9 @@ class Record(NamedTuple):
     nbytes: int
     order: int  #: the later it was written, the larger
 
-    @property
-    def end(self) -> int:
-        return self.at + self.nbytes
-
     def packed(self) -> bytes:
         fields = _FIELDS.pack(_MAGIC, self.namespace, self.key, self.at, self.nbytes, self.order)
         return (fields + struct.pack("<I", zlib.crc32(fields))).ljust(RECORD_NBYTES, b"\0")
-
-    @classmethod
-    def unpacked(cls, raw: bytes | memoryview, begin: int = 0) -> Record | None:
-        """The record that begins there; None if it is not a record, or not that of a possible frame."""
-        magic, namespace, key, at, nbytes, order, checksum = _RECORD.unpack_from(raw, begin)
-        if magic != _MAGIC or checksum != zlib.crc32(raw[begin : begin + _FIELDS.size]):
-            return None
-        if not nbytes or at % FRAME_ALIGNMENT or nbytes % FRAME_ALIGNMENT:
-            return None
-        return cls(namespace, ChunkKey(key), at, nbytes, order)
 
 
 class Table:
@@ -60,17 +59,14 @@ class Table:
         """``fd`` is open for reading and writing, and stays the caller's."""
         self._fd = fd
 
-    def records(self) -> dict[int, Record]:
-        """All records by their entries. An entry without a valid record is free."""
-        found: dict[int, Record] = {}
+    def records(self) -> Found:
+        """All records, in order of their entries. An entry without a valid record is free."""
+        found = [np.empty(0, _FOUND)]
         first = 0
         while raw := os.pread(self._fd, _READ_NBYTES, first * RECORD_NBYTES):
-            for i in range(len(raw) // RECORD_NBYTES):
-                record = Record.unpacked(raw, i * RECORD_NBYTES)
-                if record is not None:
-                    found[first + i] = record
+            found.append(_valid(raw[: len(raw) // RECORD_NBYTES * RECORD_NBYTES], first))
             first += -(-len(raw) // RECORD_NBYTES)
-        return found
+        return np.concatenate(found)
 
     def put(self, entry: int, record: Record) -> None:
         """Write a record; what it names is found from now on."""
@@ -85,17 +81,44 @@ class Table:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def without_overlaps(records: Iterable[tuple[int, Record]], nbytes: int) -> dict[int, Record]:
-    """The records within ``nbytes`` that do not overlap, in order of place: of two that overlap, the newer one.
+def _valid(raw: bytes, first: int) -> Found:
+    """The frames of records from the entry ``first`` on, without what is no record, or not that of a possible frame."""
+    records = np.frombuffer(raw, _RECORD)
+    possible = (records["nbytes"] > 0) & (records["nbytes"] % FRAME_ALIGNMENT == 0)
+    possible &= (records["magic"] == np.void(_MAGIC)) & (records["at"] % FRAME_ALIGNMENT == 0)
+    numbers = np.flatnonzero(possible)
+    checksums = [zlib.crc32(raw[begin : begin + _FIELDS.size]) for begin in (numbers * RECORD_NBYTES).tolist()]
+    numbers = numbers[records["checksum"][numbers] == np.array(checksums, "<u4")]
+    found = np.empty(len(numbers), _FOUND)
+    found["entry"] = first + numbers
+    for name in Record._fields:
+        found[name] = records[name][numbers]
+    return found
+
+
+def without_overlaps(found: Found, nbytes: int) -> Found:
+    """The frames within ``nbytes`` that do not overlap, in order of place: of two that overlap, the newer one.
 
     Only a power cut leaves two, if only part of the table reached the disk.
     """
-    kept: list[tuple[int, Record]] = []
-    for entry, record in sorted(records, key=lambda pair: pair[1].at):
-        if record.end > nbytes:
-            continue
-        while kept and kept[-1][1].end > record.at and kept[-1][1].order < record.order:
+    within = (found["nbytes"] <= nbytes) & (found["at"] <= nbytes - found["nbytes"])
+    by_place = np.argsort(found["at"], kind="stable")
+    found = found[by_place[within[by_place]]]
+    ends = found["at"] + found["nbytes"]
+    if (ends[:-1] <= found["at"][1:]).all():
+        return found
+    kept: list[int] = []
+    at, end, order = found["at"].tolist(), ends.tolist(), found["order"].tolist()
+    for i in range(len(found)):
+        while kept and end[kept[-1]] > at[i] and order[kept[-1]] < order[i]:
             kept.pop()
-        if not kept or kept[-1][1].end <= record.at:
-            kept.append((entry, record))
-    return dict(kept)
+        if not kept or end[kept[-1]] <= at[i]:
+            kept.append(i)
+    return found[kept]
+
+
+def gaps(found: Found, nbytes: int) -> list[tuple[int, int]]:
+    """Where each free extent of ``nbytes`` begins and ends; ``found`` are the frames from `without_overlaps`."""
+    between = np.zeros((len(found) + 1, 2), "<u8")
+    between[1:, 0], between[:-1, 1], between[-1, 1] = found["at"] + found["nbytes"], found["at"], nbytes
+    return [(begin, end) for begin, end in between[between[:, 0] < between[:, 1]].tolist()]

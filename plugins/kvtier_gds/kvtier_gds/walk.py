@@ -43,8 +43,8 @@ def _listed(path: Path, closing: contextlib.ExitStack) -> list[_Listed]:
     records = folder.open(TABLE, os.O_RDWR)
     closing.callback(os.close, records)
     table = Table(records)
-    kept = without_overlaps(table.records().items(), os.fstat(frames).st_size)
-    return [_Listed(path, frames, table, entry, record) for entry, record in kept.items()]
+    kept = without_overlaps(table.records(), os.fstat(frames).st_size)
+    return [_Listed(path, frames, table, entry, Record(*fields)) for entry, *fields in kept.tolist()]
 
 
 @attrs.frozen

@@ -49,7 +49,7 @@ def held(backend: Backend) -> list[ChunkKey]:
 def records(path: Path) -> dict[int, Record]:
     """The frames in the table of the slab in this folder."""
     with open(path / "kvtier.table", "rb") as file:
-        return Table(file.fileno()).records()
+        return {entry: Record(*fields) for entry, *fields in Table(file.fileno()).records().tolist()}
 
 
 def place_of(key: ChunkKey, *paths: Path) -> tuple[Path, Record]:

@@ -464,7 +464,7 @@ def test_free_bytes_are_found_again_whatever_the_order():
     rng = random.Random(0)
     for _ in range(200):
         total = rng.randrange(1, 64) * FRAME_ALIGNMENT
-        extents, taken = Extents(total), {}
+        extents, taken = Extents([(0, total)]), {}
         for _ in range(100):
             if taken and rng.random() < 0.5:
                 at = rng.choice(list(taken))
@@ -478,7 +478,8 @@ def test_free_bytes_are_found_again_whatever_the_order():
                     assert min(gap for gap in gaps.values() if gap >= nbytes) == gaps[at], "not the shortest"
                     taken[at] = nbytes
             assert extents.free == total - sum(taken.values())
-        assert Extents(total, sorted(taken.items())).free == extents.free
+        gaps = _gaps(taken, total).items()
+        assert Extents((at, at + nbytes) for at, nbytes in gaps).free == extents.free
 
 
 def _gaps(taken, total):

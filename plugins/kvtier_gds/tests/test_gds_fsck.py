@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from slabs import held, open_slabs, place_of, whole, write
+from slabs import NBYTES, held, open_slabs, place_of, whole, write
 
 from kvtier_core.cli import main
 from kvtier_testing.samples import make_keys
@@ -20,12 +20,12 @@ def slabs(tmp_path):
     backend.close()
     file, record = place_of(TORN, *paths)
     content = bytearray(file.read_bytes())
-    content[record.end - 4096] ^= 1
+    content[record.at + NBYTES - 4096] ^= 1
     file.write_bytes(content)
     file, record = place_of(SWAPPED, *paths)
     other, source = place_of(GOOD[0], *paths)
     content = bytearray(file.read_bytes())
-    content[record.at : record.end] = other.read_bytes()[source.at : source.end]
+    content[record.at : record.at + NBYTES] = other.read_bytes()[source.at : source.at + NBYTES]
     file.write_bytes(content)
     return paths
 
