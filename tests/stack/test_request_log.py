@@ -107,6 +107,13 @@ def test_what_is_here_is_admitted_with_its_parents_and_what_nobody_named_by_its_
     assert index.select_victims(9, lambda key: 1) == [KEYS[20], KEYS[2], KEYS[3], KEYS[7], KEYS[1], KEYS[0], KEYS[21]]
 
 
+def test_frames_that_nobody_named_leave_in_the_order_of_their_age():
+    log, index = log_of(KeptShelf())
+    log.replay(index, dict(zip(KEYS[:6], (1, 1, 2, 1, 1, 1), strict=True)), 1000.0)
+    assert index.select_victims(9, lambda key: 1) == KEYS[:6]
+    assert [index.resident.nbytes(key) for key in KEYS[:6]] == [1, 1, 2, 1, 1, 1]
+
+
 def test_a_path_may_name_a_chunk_twice():
     first, second = KEYS[:2]
     paths = [[first, second], [second], [first, first, second], [first, second], [first, first]]

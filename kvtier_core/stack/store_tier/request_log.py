@@ -10,10 +10,11 @@ form a ring; the current one is written to two places in turn, so that one of th
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Self
 
 from kvtier_core.encoding.codec import FrameCodec
@@ -57,11 +58,6 @@ class _Segment:
         self.keys = [ChunkKey(b"")]
         self._nodes: dict[ChunkKey, int] = {}
 
-    @property
-    def requests(self) -> int:
-        """Number of requests."""
-        return len(self.ends)
-
     @classmethod
     def of(cls, payload: memoryview, keys_of: Callable[[Sequence[ChunkKey]], Sequence[ChunkKey]]) -> Self | None:
         """The segment that was `packed` under names, which ``keys_of`` turns into keys; None if it is not one."""
@@ -85,14 +81,14 @@ class _Segment:
 
     def packed(self) -> tuple[bytes, Sequence[ChunkKey]]:
         """The segment but for its keys, and these."""
-        header = _HEADER.pack(self.number, self.requests, len(self.keys) - 1)
+        header = _HEADER.pack(self.number, len(self.ends), len(self.keys) - 1)
         return header + self.times.tobytes() + self.ends.tobytes() + self.parents[1:].tobytes(), self.keys[1:]
 
     def add(self, path: Sequence[ChunkKey], time: int, room: int) -> bool:
         """Add a request, in time proportional to its new keys. False if the segment would exceed ``room`` bytes."""
         known, end = self._known(path)
         nodes = len(self.keys) - 1 + len(path) - known
-        if _HEADER.size + (self.requests + 1) * _REQUEST_NBYTES + nodes * _NODE_NBYTES > room:
+        if _HEADER.size + (len(self.ends) + 1) * _REQUEST_NBYTES + nodes * _NODE_NBYTES > room:
             return False
         for key in path[known:]:
             self.parents.append(end)
@@ -205,28 +201,23 @@ class RequestLog(Kept):
         requests = self._recall(now)
         logged = {key for _, path in requests for key in path}
         parts: dict[ChunkKey, list[ChunkKey]] = {}  # of chunks, if they have several
-        older: list[ChunkKey] = []
-        younger: list[ChunkKey] = []
-        for key in found:
-            if (chunk := index.chunk_of(key)) not in logged:
-                younger.append(key)
-                continue
-            older += younger
-            younger.clear()
-            if chunk != key:
-                parts.setdefault(chunk, []).append(key)
+        last = 0  # number of frames up to the last that a request names
+        for number, key in enumerate(found if logged else (), start=1):
+            if (chunk := index.chunk_of(key)) in logged:
+                last = number
+                if chunk != key:
+                    parts.setdefault(chunk, []).append(key)
         if requests:
             index.request((), requests[0][0], {})  # the policy's time begins
-        for key in older:
-            index.admit([key], [None], found.pop(key))
+        older = [key for key in list(found)[:last] if index.chunk_of(key) not in logged]
+        _admit(index, [(key, found.pop(key)) for key in older])
         for time, path in requests:
             index.request(path, time, {})
             for key, parent in zip(reversed(path), [*path[-2::-1], None], strict=True):
                 for each in (key, *parts.get(key, ())):
                     if (nbytes := found.pop(each, None)) is not None:
                         index.admit([each], [parent], nbytes)
-        for key, nbytes in found.items():
-            index.admit([key], [None], nbytes)
+        _admit(index, found.items())
 
     def _recall(self, now: float) -> list[tuple[float, list[ChunkKey]]]:
         """The logged requests with their times, the oldest first. The segment of the last one is continued."""
@@ -236,10 +227,10 @@ class RequestLog(Kept):
             if (payload := self._get(key, self._length)) is None:
                 continue
             segment = _Segment.of(payload, seal.keys if seal else list)
-            if segment and segment.requests >= found.get(segment.number, segment).requests:
+            if segment and len(segment.ends) >= len(found.get(segment.number, segment).ends):
                 found[segment.number] = segment
                 if segment.number >= self._segment.number:
-                    self._segment, self._stored, self._turn = segment, segment.requests, int(place == 0)
+                    self._segment, self._stored, self._turn = segment, len(segment.ends), int(place == 0)
                     self._offered = len(segment.keys)
         self._last = max((segment.times[-1] for segment in found.values()), default=0)
         self._began = now - self._last * _TICK
@@ -259,7 +250,7 @@ class RequestLog(Kept):
         self._segment, self._stored, self._offered = _Segment(self._segment.number + 1), 0, 0
 
     def _changed(self) -> _Changed | None:
-        segment, requests = self._segment, self._segment.requests
+        segment, requests = self._segment, len(self._segment.ends)
         self._offered = len(segment.keys)
         current = _Packed(self._places[self._turn], *segment.packed()) if requests > self._stored else None
         if not (current or self._full or self._removal):
@@ -282,3 +273,10 @@ class RequestLog(Kept):
             self._turn = 1 - self._turn
         if self._segment is changed.segment:
             self._stored = changed.requests
+
+
+def _admit(index: CacheIndex, frames: Iterable[tuple[ChunkKey, int]]) -> None:
+    """Admit frames that no request names, with their bytes, the oldest first; those of one length in one call."""
+    for nbytes, alike in itertools.groupby(frames, lambda frame: frame[1]):
+        newest_first = [key for key, _ in alike][::-1]  # `admit` tells the policy of the last key first
+        index.admit(newest_first, [None] * len(newest_first), nbytes)
