@@ -55,7 +55,7 @@ BUDGETS = {
     "kvtier_serve": 5490,
     "kvtier_simulate": 1830,
     "kvtier_testing": 5150,
-    "kvtier_vllm": 4680,
+    "kvtier_vllm": 4750,
 }
 
 

@@ -20,7 +20,7 @@ import yaml
 
 from kvtier_core.cli.output import FINE, PROBLEMS, Output, table
 from kvtier_core.config.load import load_config
-from kvtier_core.config.quality import Estimate, Report, Thresholds
+from kvtier_core.config.quality import Estimate, Figures, Report, Thresholds
 from kvtier_core.config.registry import Registry
 from kvtier_core.errors import BackendError
 from kvtier_core.frames.identity import CodecIdentity, identity_of
@@ -57,11 +57,20 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--memory", default="4GiB", help="size of the arena: room for the KV of a few prompts; default: 4GiB"
     )
+    add_thresholds(parser)
+    parser.add_argument("engine", nargs="*", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def add_thresholds(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each threshold; `thresholds_of` returns them."""
     for name, meaning in _THRESHOLDS.items():
         default = getattr(Thresholds(), name)
         parser.add_argument(f"--{name}", type=float, default=default, help=f"{meaning}; default: {default:g}")
-    parser.add_argument("engine", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
+
+
+def thresholds_of(options: argparse.Namespace) -> Thresholds:
+    return Thresholds(**{name: getattr(options, name) for name in _THRESHOLDS})
 
 
 def run(options: argparse.Namespace, output: Output) -> int:
@@ -85,15 +94,14 @@ def run(options: argparse.Namespace, output: Output) -> int:
         control = measuring.run("kv_consumer", "raw")
         output.warn("3 of 3: an engine gets each prefix back through the codec")
         coded = measuring.run("kv_consumer", "codec")
-    needles = [depth is not None for depth in computed.depths]
     report = Report(
         weights=computed.facts["weights"],
         codec=codec.type,
         codec_digest=codec.digest.hex(),
-        figures=compare(computed.answers, coded.answers, needles),
-        control=compare(computed.answers, control.answers, needles),
-        recall=computed.found_at(computed.depths) / max(1, sum(needles)),
-        thresholds=Thresholds(**{name: getattr(options, name) for name in _THRESHOLDS}),
+        figures=computed.differences(coded),
+        control=computed.differences(control),
+        recall=computed.recall,
+        thresholds=thresholds_of(options),
         about=_about(measuring, computed, control, coded),
     )
     options.out.write_text(report.to_json(), "utf-8")
@@ -110,6 +118,26 @@ class Scored:
     chunk_tokens: int
     depths: Sequence[float | None]  #: for each prompt, that of its needle
     answers: Sequence[Sequence[Place]]
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Scored:
+        """Of the JSON of `kvtier_vllm.quality.scoring`."""
+        answers = [[_place(place) for place in each["places"]] for each in told["answers"]]
+        return cls(told["facts"], told["chunk_tokens"], told["depths"], answers)
+
+    @property
+    def needles(self) -> list[bool]:
+        """For each prompt, whether it hides a needle."""
+        return [depth is not None for depth in self.depths]
+
+    @property
+    def recall(self) -> float:
+        """The share of the needles that were found."""
+        return self.found_at(self.depths) / max(1, sum(self.needles))
+
+    def differences(self, other: Scored) -> Figures:
+        """The figures of another run, if this one computed everything."""
+        return compare(self.answers, other.answers, self.needles)
 
     def found_at(self, depths: Sequence[float | None]) -> int:
         """How many needles at these depths were found."""
@@ -147,25 +175,12 @@ class Measuring:
                 "follow": options.continuation,
             }
         )
-        _all_came_back(told, stores[0], role)
-        answers = [[_place(place) for place in each["places"]] for each in told["answers"]]
-        return Scored(told["facts"], told["chunk_tokens"], told["depths"], answers)
+        check_found(told, stores[0], all_of_it=role == "kv_consumer")
+        return Scored.of(told)
 
     def score(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask an engine in a process of its own, as `kvtier_vllm.quality.scoring` does. Raises BackendError."""
-        into = self.folder / "answers.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "kvtier_vllm.quality.scoring"],
-            input=json.dumps({**asked, "into": str(into)}),
-            # Its scheduler is in that process, which waits until what it stores has arrived.
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-        )
-        if done.returncode:
-            raise BackendError(f"the engine failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        return json.loads(into.read_bytes())
+        """Ask an engine in a process of its own. Raises BackendError."""
+        return ask_process("kvtier_vllm.quality.scoring", asked, self.folder)
 
     def _stack(self, *stores: str) -> dict[str, Any]:
         """An arena over these stores. A consumer stores nothing, so its arena holds only what came from the store."""
@@ -194,15 +209,32 @@ class Measuring:
         }
 
 
-def _all_came_back(told: Mapping[str, Any], store: str, role: str) -> None:
+def ask_process(module: str, asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What the program ``module``, an engine, answers, as `scoring.serve` does. Raises BackendError."""
+    into = folder / "answers.json"
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        input=json.dumps({**asked, "into": str(into)}),
+        # Its scheduler is in that process, which waits until what it stores has arrived.
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    if done.returncode:
+        raise BackendError(f"the engine failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(into.read_bytes())
+
+
+def check_found(told: Mapping[str, Any], where: str, *, all_of_it: bool) -> None:
     """Raise BackendError unless every whole chunk of every prompt was found, or none if all was to be computed."""
     size = told["chunk_tokens"]
     for tokens, answer in zip(told["prompt_tokens"], told["answers"], strict=True):
-        expected = (tokens - 1) // size * size if role == "kv_consumer" else 0
+        expected = (tokens - 1) // size * size if all_of_it else 0
         if not expected <= answer["found"] <= (tokens if expected else 0):
-            why = f"{answer['found']} of {tokens} tokens of a prompt were found in {store}, not {expected}"
+            why = f"{answer['found']} of {tokens} tokens of a prompt were found in {where}, not {expected}"
             raise BackendError(f"nothing was measured: {why}; a larger --memory may help")
-        if role == "kv_consumer" and not expected:
+        if all_of_it and not expected:
             why = f"a prompt of {tokens} tokens has no whole chunk of {size}"
             raise BackendError(f"nothing was measured: {why}; increase --tokens")
 
@@ -211,11 +243,10 @@ def _place(told: Mapping[str, Any]) -> Place:
     return Place({int(token): logprob for token, logprob in told["top"].items()}, told["told"], told["told_logprob"])
 
 
-def _about(measuring: Measuring, computed: Scored, control: Scored, coded: Scored) -> dict[str, Any]:
-    options = measuring.options
-    depths = sorted({depth for depth in computed.depths if depth is not None})
+def measured_with(options: argparse.Namespace, texts: Sequence[str], computed: Scored) -> dict[str, Any]:
+    """What was measured, and with what; for people."""
+    windows = [answer for answer, needle in zip(computed.answers, computed.needles, strict=True) if not needle]
     return {
-        "serializer": measuring.serializer,
         "model": options.model,
         "engine_arguments": list(options.engine),
         "versions": {
@@ -223,12 +254,18 @@ def _about(measuring: Measuring, computed: Scored, control: Scored, coded: Score
             **{name: computed.facts[name] for name in _VERSIONS},
         },
         "chunk_tokens": computed.chunk_tokens,
-        "prompt_tokens": options.tokens,
-        "texts_digest": hashlib.blake2b("\0".join(measuring.texts).encode(), digest_size=16).hexdigest(),
-        "windows": computed.depths.count(None),
-        "places": sum(
-            len(places) for places, depth in zip(computed.answers, computed.depths, strict=True) if depth is None
-        ),
+        "texts_digest": hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest(),
+        "windows": len(windows),
+        "places": sum(map(len, windows)),
+    }
+
+
+def _about(measuring: Measuring, computed: Scored, control: Scored, coded: Scored) -> dict[str, Any]:
+    depths = sorted({depth for depth in computed.depths if depth is not None})
+    return {
+        "serializer": measuring.serializer,
+        "prompt_tokens": measuring.options.tokens,
+        **measured_with(measuring.options, measuring.texts, computed),
         "needles": [
             {
                 "depth": depth,
@@ -269,7 +306,9 @@ def _say(report: Report, file: Path, output: Output) -> None:
 
 
 def _row(name: str, figure: str, report: Report, form: str, limit: str) -> list[str]:
-    def shown(estimate: Estimate) -> str:
-        return f"{form.format(estimate.value)} [{form.format(estimate.low)}, {form.format(estimate.high)}]"
+    return [name, *(shown(getattr(run, figure), form) for run in (report.control, report.figures)), limit]
 
-    return [name, shown(getattr(report.control, figure)), shown(getattr(report.figures, figure)), limit]
+
+def shown(estimate: Estimate, form: str) -> str:
+    """The figure and its interval, each in this ``form`` of `str.format`."""
+    return f"{form.format(estimate.value)} [{form.format(estimate.low)}, {form.format(estimate.high)}]"

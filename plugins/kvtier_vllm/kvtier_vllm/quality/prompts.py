@@ -93,11 +93,16 @@ def _needles(texts: Sequence[Sequence[int]], encode: Encode, begin: Sequence[int
     drawn = random.Random(0)
     for round_ in itertools.count():
         for text in texts:
-            depth, city = DEPTHS[round_ % len(DEPTHS)], drawn.choice(_CITIES)
-            number = drawn.randrange(10_000, 100_000)
-            needle = encode(f"\n\nThe secret number of {city} is {number}. Remember it.\n\n")
-            question = encode(f"\n\nThe secret number of {city} is")
-            answer = encode(f"\n\nThe secret number of {city} is {number}")[len(question) :]
+            depth = DEPTHS[round_ % len(DEPTHS)]
+            needle, question, answer = draw_needle(drawn, encode)
             hay = text[: room - len(needle) - len(question)]
             at = int(depth * len(hay))
             yield Prompt([*begin, *hay[:at], *needle, *hay[at:], *question], answer, depth)
+
+
+def draw_needle(drawn: random.Random, encode: Encode) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """The tokens of a sentence with a number, of the beginning of a question for it, and of the answer."""
+    city, number = drawn.choice(_CITIES), drawn.randrange(10_000, 100_000)
+    question = encode(f"\n\nThe secret number of {city} is")
+    answer = encode(f"\n\nThe secret number of {city} is {number}")[len(question) :]
+    return encode(f"\n\nThe secret number of {city} is {number}. Remember it.\n\n"), question, answer

@@ -22,14 +22,15 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from kvtier_core.engine.scheduler.side import SchedulerSide
-from kvtier_vllm.quality.prompts import Prompt, prompts_of
+from kvtier_core.errors import BackendError
+from kvtier_vllm.quality.prompts import Encode, Prompt, prompts_of
 
 #: Log-probabilities for each place. vLLM gives no more unless it is asked for more at its start.
 TOP = 20
 #: Number of prompts at a time. More would need an arena for the KV of all of them.
-_AT_ONCE = 8
+AT_ONCE = 8
 #: Seconds for what a group of prompts stores to arrive below.
-_PATIENCE = 600.0
+PATIENCE = 600.0
 _FORCED = "kvtier_forced"
 
 
@@ -64,55 +65,65 @@ class Forced(AdapterLogitsProcessor):
         return force if tokens else None
 
 
-def main() -> None:
+def serve(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    """Answer the JSON of the standard input into the file that it names."""
     asked = json.load(sys.stdin)
     into = Path(asked.pop("into"))
-    into.write_text(json.dumps(score(Run(**asked))), "ascii")
+    try:
+        into.write_text(json.dumps(answer(asked)), "ascii")
+    except BackendError as error:
+        sys.exit(str(error))
 
 
 def score(run: Run) -> dict[str, Any]:
     """Start an engine and ask it. Exits if kvtier does not serve it."""
-    llm = LLM.from_engine_args(_arguments(run))
+    llm, side = start(run.model, run.arguments, "KVTierConnector", kv_role=run.role, extra=run.stack)
+    prompts = prompts_of(run.texts, *tokenizer_of(llm), run.tokens, run.follow)
+    answers = []
+    for first in range(0, len(prompts), AT_ONCE):
+        group = prompts[first : first + AT_ONCE]
+        answers += ask(llm, group, [{} for _ in group])
+        side.drain(PATIENCE)
+    found = result(side, prompts, answers)
+    llm.llm_engine.engine_core.shutdown()
+    return found
+
+
+def start(
+    model: str, arguments: Sequence[str], connector: str, *, extra: Mapping[str, Any], **transfer: Any
+) -> tuple[LLM, SchedulerSide]:
+    """An engine with vLLM's own ``arguments``, and its scheduler side. Exits if kvtier does not serve it.
+
+    ``extra`` is the configuration of kvtier; ``transfer`` are other settings of vLLM's KVTransferConfig.
+    """
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
+    made = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *arguments]))
+    made.enable_prefix_caching = False  # what is found is what kvtier finds
+    made.logits_processors = [f"{__name__ if __name__ != '__main__' else __spec__.name}:{Forced.__name__}"]
+    made.kv_transfer_config = KVTransferConfig(
+        kv_connector=connector,
+        kv_load_failure_policy="fail",  # what is computed instead would look exact
+        kv_connector_extra_config=dict(extra),
+        **transfer,
+    )
+    llm = LLM.from_engine_args(made)
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.side
     if not isinstance(side, SchedulerSide):
         sys.exit("kvtier does not serve this engine; its log says why")
+    return llm, side
+
+
+def tokenizer_of(llm: LLM) -> tuple[Encode, list[int]]:
+    """What turns text into tokens and adds none, and the tokens that the model wants at the beginning of prompts."""
     tokenizer = llm.get_tokenizer()
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    prompts = prompts_of(run.texts, encode, tokenizer.encode(""), run.tokens, run.follow)
-    answers = []
-    for first in range(0, len(prompts), _AT_ONCE):
-        answers += _ask(llm, prompts[first : first + _AT_ONCE])
-        side.drain(_PATIENCE)
-    told = {
-        "facts": dict(side.namespace.facts),
-        "chunk_tokens": side.chunk_tokens,
-        "depths": [prompt.depth for prompt in prompts],
-        "prompt_tokens": [len(prompt.tokens) for prompt in prompts],
-        "answers": answers,
-    }
-    llm.llm_engine.engine_core.shutdown()
-    return told
+    return lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.encode("")
 
 
-def _arguments(run: Run) -> EngineArgs:
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm"))
-    arguments = EngineArgs.from_cli_args(parser.parse_args(["--model", run.model, *run.arguments]))
-    arguments.enable_prefix_caching = False  # what is found is what kvtier finds
-    arguments.logits_processors = [f"{__name__ if __name__ != '__main__' else __spec__.name}:{Forced.__name__}"]
-    arguments.kv_transfer_config = KVTransferConfig(
-        kv_connector="KVTierConnector",
-        kv_role=run.role,
-        kv_load_failure_policy="fail",  # what is computed instead would look exact
-        kv_connector_extra_config=dict(run.stack),
-    )
-    return arguments
+def ask(llm: LLM, prompts: Sequence[Prompt], more: Sequence[Mapping[str, Any]], **extra: Any) -> list[dict[str, Any]]:
+    """For each prompt, the number of its tokens that kvtier found, and the distributions along its continuation.
 
-
-def _ask(llm: LLM, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """For each prompt, the number of its tokens that kvtier found, and the distributions along its continuation."""
+    ``more`` has other keys of each prompt for vLLM, and ``extra`` is for the requests' ``extra_args``.
+    """
     sampling = [
         SamplingParams(
             temperature=0,
@@ -120,11 +131,11 @@ def _ask(llm: LLM, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
             ignore_eos=True,
             logprobs=TOP,
             detokenize=False,
-            extra_args={_FORCED: list(prompt.continuation)},
+            extra_args={_FORCED: list(prompt.continuation), **extra},
         )
         for prompt in prompts
     ]
-    asked = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts]
+    asked = [{"prompt_token_ids": list(prompt.tokens), **keys} for prompt, keys in zip(prompts, more, strict=True)]
     outputs = llm.generate(asked, sampling, use_tqdm=False)
     return [
         {
@@ -135,6 +146,17 @@ def _ask(llm: LLM, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     ]
 
 
+def result(side: SchedulerSide, prompts: Sequence[Prompt], answers: Sequence[Any]) -> dict[str, Any]:
+    """What `kvtier_vllm.quality.command.Scored` reads."""
+    return {
+        "facts": dict(side.namespace.facts),
+        "chunk_tokens": side.chunk_tokens,
+        "depths": [prompt.depth for prompt in prompts],
+        "prompt_tokens": [len(prompt.tokens) for prompt in prompts],
+        "answers": answers,
+    }
+
+
 def _place(number: int, logprobs: Mapping[int, Any], prompt: Prompt) -> dict[str, Any]:
     told = prompt.continuation[number]
     top = {token: each.logprob for token, each in logprobs.items() if each.rank <= TOP}
@@ -142,4 +164,4 @@ def _place(number: int, logprobs: Mapping[int, Any], prompt: Prompt) -> dict[str
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda asked: score(Run(**asked)))
