@@ -56,7 +56,8 @@ def make_plan(
     if not chunks:
         return Refused("no chunk after its prefix is known")
     ends = [chunk.at + chunk_tokens for chunk in chunks]
-    gaps = zip([start, *ends], [*(chunk.at for chunk in chunks), last], strict=True)
+    tail = min([last, *(chunk.at for chunk in known if chunk.at > chunks[-1].at)])  # it may begin in a known chunk
+    gaps = zip([start, *ends], [*(chunk.at for chunk in chunks), tail], strict=True)
     # A narrower one may consist of parts of two known chunks.
     if new := [(begin, end) for begin, end in gaps if end - begin >= 2 * chunk_tokens]:
         widest = max(end - begin for begin, end in new)

@@ -73,6 +73,13 @@ def test_the_tail_is_computed_by_the_engine():
     assert make_plan(chunks, 0, 8 * CHUNK, settings(tail=0.95), **SIZES) == NOTHING
 
 
+def test_the_tail_may_begin_in_a_known_chunk():
+    path = [b""] * 9
+    chunks = [moved(0, path, 1), moved(2 * CHUNK + 4, path, 2)]
+    plan = make_plan(chunks, 0, 4 * CHUNK, settings(tail=0.25), **SIZES)
+    assert plan == Plan(0, CHUNK, tuple(chunks[:1]), ()), "up to the second one are 12 tokens, and 16 to the tail"
+
+
 def test_a_prompt_of_which_little_moves_is_computed():
     path = [b""] * 9
     why = make_plan([moved(0, path, 1)], 0, CHUNK + 1, settings(min_tokens=CHUNK + 1), **SIZES)
