@@ -14,6 +14,7 @@ from kvtier_blend.content_index import ContentIndex, Moved
 from kvtier_blend.messages import Order
 from kvtier_blend.plan import Plan, Refused, make_plan, stretches
 from kvtier_blend.settings import SALT, BlendSettings
+from kvtier_core.config.quality import ReportRefused
 from kvtier_core.engine.messages import Transfer
 from kvtier_core.engine.request_view import ANY_MEDIUM, KVIdentity, RequestView
 from kvtier_core.engine.scheduler.requests import RequestState
@@ -72,6 +73,12 @@ class Blends:
         """A request waits at most ``load_wait`` seconds for chunks below the arenas; ``clock`` returns seconds."""
         self.index = ContentIndex(side.chunk_tokens)
         self._fault = "the test of this engine has not finished"  # why nothing is blended; empty: everything may be
+        self._quality = ""  # how far answers differ; empty: no report says so
+        weights = dict(side.namespace.facts).get("weights", "")
+        try:
+            self._quality = settings.check(weights, side.chunk_tokens)
+        except ReportRefused as error:
+            self._refuse_all(str(error))
         self._settings, self._side = settings, side
         self._block_tokens, self._load_wait, self._clock = block_tokens, load_wait, clock
         self._epoch, self._step, self._last_load = side.epoch, 0, 0
@@ -94,11 +101,11 @@ class Blends:
 
     def tested(self, fault: str) -> None:
         """The worker has tested whether this engine can blend, and found a ``fault``, or none."""
-        self._fault = fault and f"this engine cannot blend: {fault}"
         if fault:
-            logger.warning("kvtier: no request is blended: %s", self._fault)
-        else:
-            logger.info("kvtier: requests are blended if they ask for it; their answers may differ")
+            self._refuse_all(f"this engine cannot blend: {fault}")
+        elif self._quality:
+            self._fault = ""
+            logger.info("kvtier: requests are blended if they ask for it; their answers may differ: %s", self._quality)
 
     def offer(self, view: RequestView, exact: int, *, is_apart: bool) -> int | None:
         """How many tokens can be filled after the ``exact`` ones that kvtier offers. None: ask again in a later step.
@@ -199,6 +206,10 @@ class Blends:
         return planned, impossible
 
     # -- inside ------------------------------------------------------------------------------------------
+
+    def _refuse_all(self, why: str) -> None:
+        self._fault = why
+        logger.warning("kvtier: no request is blended: %s", why)
 
     def _why_not(self, state: RequestState, start: int, is_apart: bool) -> str:
         """Why a request is not blended; empty if it may be."""
