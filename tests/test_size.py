@@ -36,7 +36,7 @@ BUDGETS = {
     "telemetry": 930,
     "transfer": 2550,
     "work": 240,
-    "kvtier_blend": 1380,
+    "kvtier_blend": 1900,
     "kvtier_bundle": 880,
     "kvtier_cpu": 660,
     "kvtier_disk": 1470,

@@ -25,6 +25,7 @@ _COMMANDS = "completion plugins"
 _GROUP = "kvtier.commands"
 #: The extras that install packages with commands, and these commands.
 _COMMANDS_OF = {
+    "blend": "blend-quality",
     "bundle": "export import",
     "doctor": "bench check clear doctor explain fsck pins prefetch schema status top",
     "fleet": "fleet",
