@@ -53,6 +53,13 @@ MUTANTS = (
         ENGINES + "test_a_model_that_computes_other_keys_is_not_blended",
     ),
     Mutant(
+        "any-report-allows-blending",
+        FOLDER + "settings.py",
+        "            report.check(weights, self.identity(chunk_tokens))\n",
+        "",
+        "plugins/kvtier_blend/tests/test_blend_quality.py::test_other_reports_do_not",
+    ),
+    Mutant(
         "failed-loads-are-arranged",
         ARRANGER,
         "if begun.failed or not self._has_arranged(begun.order):",

@@ -299,7 +299,7 @@ MUTANTS = (
     Mutant(
         "what-was-computed-passes-for-loaded",
         "plugins/kvtier_vllm/kvtier_vllm/quality/command.py",
-        "        _all_came_back(told, stores[0], role)\n",
+        '        check_found(told, stores[0], all_of_it=role == "kv_consumer")\n',
         "",
         "plugins/kvtier_vllm/tests/test_lossy_quality.py::test_a_chunk_that_does_not_come_back_ends_the_measurement",
     ),

@@ -114,7 +114,7 @@ def test_texts_that_are_too_short_are_refused(changed, why):
 
 def test_random_places_are_computed_in_place_of_the_tail():
     path = [b""] * 20
-    chunks = tuple(Moved(number * CHUNK, KnownChunk(b"", path, number + 1)) for number in range(9))
+    chunks = tuple(Moved(number * CHUNK, KnownChunk(0, b"", path, number + 1)) for number in range(9))
     plan = Plan(0, 9 * CHUNK, chunks, ((0, 4), (50, 60)))
     found = scatter(plan, 40, b"seed")
     computed = {token for begin, end in found.runs for token in range(begin, end)}
