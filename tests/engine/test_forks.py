@@ -30,6 +30,8 @@ CLOSED_BY_THE_CORE = {"AllocatorBackend", "Backend", "DirectReader", "Mover", "O
 #: Functions that make such calls, and are methods of neither.
 KNOWN = {
     "kvtier_doctor.bench": "a command, which forks nobody",
+    "kvtier_blend.quality.command": "a command, whose engine spawns its processes",
+    "kvtier_blend.quality.scoring": "the engine of a command",
     "kvtier_vllm.quality.command": "a command, whose engine spawns its processes",
     "kvtier_observers.endpoint._Server": "closed by an Endpoint, an Observer",
     "kvtier_remote.guarded_memory.GuardedMemory": "a mapping is each process's own",
