@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "models-are-blended-untested",
         ARRANGER,
-        "        if why := model_test.fault(",
+        "        if why := model_check.fault(",
         "        if why := (lambda *_: '')(",
         ENGINES + "test_a_model_that_computes_other_keys_is_not_blended",
     ),
@@ -93,6 +93,13 @@ MUTANTS = (
         "zip(stretch[: found.exact], ",
         "zip(stretch, ",
         ENGINES + "test_chunks_that_passed_through_a_lossy_codec_are_not_blended",
+    ),
+    Mutant(
+        "copies-of-known-chunks-are-stored",
+        "kvtier_core/engine/scheduler/storing.py",
+        "            if not is_unwanted:\n",
+        "            if True:\n",
+        ENGINES + "test_only_what_is_new_in_a_prompt_is_stored",
     ),
     Mutant(
         "audited-hits-are-blended",

@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "audits-find-nothing",
         AUDITED_PAGES,
-        "if found[worst] <= allowed:",
+        "if found[worst] <= (allowed := tolerance(layers[0][1].dtype)):",
         "if True:",
         "plugins/kvtier_vllm/tests/test_audits.py::"
         "test_wrong_kv_is_noticed_with_the_first_hit_and_then_nothing_is_loaded",

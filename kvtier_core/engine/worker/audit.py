@@ -41,10 +41,14 @@ def difference(caches: Sequence[LayerCaches], blocks: int, chunk: ChunkPages, lo
         for (_, _, bits, pages), computed in zip(layers, held, strict=True):
             bits[pages] = computed
     worst = max(found, key=lambda name: found[name])
-    allowed = min(_MOST, _STEPS * max(torch.finfo(layers[0][1].dtype).eps, _PRECISION))
-    if found[worst] <= allowed:
+    if found[worst] <= (allowed := tolerance(layers[0][1].dtype)):
         return ""
     return f"layer {worst} differs by {found[worst]:.1%}, and {allowed:.1%} are allowed"
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The difference, relative to the norm, that KV of this type may have if it was computed in another way."""
+    return min(_MOST, _STEPS * max(torch.finfo(dtype).eps, _PRECISION))
 
 
 def _relative(computed: torch.Tensor, stored: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvtier_blend import model_test
+from kvtier_blend import model_check
 from kvtier_blend.link_pass import LinkPass
 from kvtier_blend.messages import Order
 from kvtier_blend.pages import TokenPages
@@ -43,7 +43,7 @@ class _Begun:
 
 
 class Arranger:
-    """Moves chunks to their places, turns their keys, and has the model compute what is missing between them.
+    """Moves chunks to their places, turns their keys, and has the model compute the gaps between them.
 
     Call every method on the thread that enqueues the engine's forwards.
     """
@@ -60,7 +60,7 @@ class Arranger:
         self._rotation = Rotation(self._link.model, config.model_config.max_model_len, self._device)
         self._chunk_tokens = layout.tokens
         self._begun: dict[str, _Begun] = {}  # by request
-        if why := model_test.fault(self._link, self._rotation, self._pages, config.model_config.max_model_len):
+        if why := model_check.fault(self._link, self._rotation, self._pages, config.model_config.max_model_len):
             raise ValueError(why)
 
     def begin(self, orders: Iterable[Order]) -> None:

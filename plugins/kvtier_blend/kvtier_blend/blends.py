@@ -183,7 +183,7 @@ class Blends:
                 self._side.events.tell(told)
 
     def sources(self, request_id: str) -> Mapping[str, int]:
-        """Tokens of the load that was just admitted, by tier; what is computed with it is of none."""
+        """Tokens of the load that was just admitted, by tier. Tokens computed during the load have no tier."""
         offer = self._loading.get(request_id)
         if offer is None or offer.plan is None:
             return self._side.sources(request_id)
@@ -285,7 +285,7 @@ class Blends:
         return order, (load, Transfer(tuple(offer.slots[chunk.at][0] for chunk in plan.chunks), pages))
 
     def _compute(self, state: RequestState, offer: Offer, refused: Refused) -> int:
-        """Have a request computed. Only what is new in it is stored: else it would displace what others need."""
+        """Have a request computed. Only new chunks are stored: copies of known ones would displace what others need."""
         if refused.known:
             _, offer.chunks = self._look_up(state, offer, _NOTHING)
             again = self.plan_of(offer)

@@ -44,7 +44,7 @@ class KVTierBlendConnector(KVTierConnector):
 
     settings = frozenset({SETTINGS})
     identifier = BlendIdentifier
-    blends: type[Blends] = Blends  #: what decides what is blended
+    blends: type[Blends] = Blends  #: the class that decides which requests are blended
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         """Raises ConfigError if the configuration is wrong or does not suit the engine."""

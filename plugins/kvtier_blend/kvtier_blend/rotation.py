@@ -11,7 +11,7 @@ from torch import nn
 class Rotation:
     """Turns keys from one position to another, by the table of angles that the model's own module makes.
 
-    So scaled embeddings (linear, Llama 3, YaRN, …) need no formula of their own. A test with the model, `model_test`,
+    So scaled embeddings (linear, Llama 3, YaRN, …) need no formula of their own. A test with the model, `model_check`,
     shows whether its layers use the module as expected here.
     """
 

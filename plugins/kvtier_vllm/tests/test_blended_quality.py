@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
-import random
 
 import attrs
 import pytest
 from real_engines import BLOCK, CHUNK, cpu, keep_what_engines_share, prompt
+from test_lossy_quality import texts
 
 from kvtier_blend.quality import command as quality
 from kvtier_blend.settings import SALT, SETTINGS, WORD
 from kvtier_core.cli import main
 from kvtier_core.cli.output import PROBLEMS, USAGE
 from kvtier_core.config.quality import Report, Thresholds
-
-
-def texts(file, count, words):
-    drawn = random.Random(0)
-    lines = [{"text": " ".join(f"w{drawn.randrange(10, 2000)}" for _ in range(words))} for _ in range(count)]
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return str(file)
 
 
 @pytest.fixture

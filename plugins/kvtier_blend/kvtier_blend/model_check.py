@@ -15,16 +15,12 @@ import torch
 from kvtier_blend.link_pass import LinkPass
 from kvtier_blend.pages import TokenPages
 from kvtier_blend.rotation import Rotation
+from kvtier_core.engine.worker.audit import tolerance
 
 #: Tokens of the test; fewer if the model has fewer positions or pages.
 _TOKENS = 64
 #: Token ids below this one: every model has them.
 _VOCABULARY = 256
-#: A layer may differ by this many times the precision of its numbers, relative to its norm, and by this share at most:
-#: at other positions, sums are rounded in another way. A wrong rotation differs by the whole norm.
-_STEPS, _MOST = 8, 0.25
-#: Matrix products may be computed in a type of this precision although the numbers have a better one.
-_PRECISION = 2.0**-10
 
 _KV = dict[str, list[torch.Tensor]]
 
@@ -64,10 +60,9 @@ def fault(link: LinkPass, rotation: Rotation, pages: TokenPages, positions: int)
 
 
 def _difference(expected: _KV, found: _KV) -> str:
-    """The layer that differs; empty if none does."""
+    """The layer that differs by more than rounding; empty if none does. A wrong rotation differs by the whole norm."""
     for name, layer in expected.items():
         for ours, theirs in zip(layer, found[name], strict=True):
-            allowed = min(_MOST, _STEPS * max(torch.finfo(ours.dtype).eps, _PRECISION))
-            if not (theirs.float() - ours.float()).norm() <= allowed * ours.float().norm():
+            if not (theirs.float() - ours.float()).norm() <= tolerance(ours.dtype) * ours.float().norm():
                 return f"layer {name}"
     return ""
